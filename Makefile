@@ -1,0 +1,34 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each sets up $(VENV) by itself.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test test-all lint matrix emulate bench wheel vllm-test clean
+
+help:
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# A node whose Python has a GPU build of torch keeps it: the venv then sees that torch and adds nothing to it.
+$(VENV)/.ready: pyproject.toml ci/constraints.txt ci/setup_venv.sh
+	PYTHON="$(PYTHON)" bash ci/setup_venv.sh $(VENV)
+	@touch $@
+
+demo: $(VENV)/.ready ## the whole sharded job on 4 ranks, checked byte for byte
+	$(BIN)/portable-indexer demo $(DEMO_ARGS)
+
+test: $(VENV)/.ready ## all CPU tests
+	$(BIN)/python ci/run_tests.py
+
+lint: $(VENV)/.ready ## ruff, mypy --strict, pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+wheel: $(VENV)/.ready ## build a wheel and check what it holds
+	rm -rf dist && $(BIN)/python -m build --wheel --no-isolation -o dist . && $(BIN)/python ci/check_wheel.py dist/*.whl
+
+clean: ## remove what make made
+	rm -rf $(VENV) .venv-* build dist *.egg-info
