@@ -1,0 +1,233 @@
+"""Which device this is, as a value: found on first use, never at import, each field with its source.
+
+Torch's device properties come first; amdsmi or nvidia-ml-py and sysfs fill in what torch does not know. A
+field that nobody knows is None, never 0. A library that is missing, broken or forbidden costs one warning.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Literal
+
+from portable_indexer._products import Product, arch_facts, arch_of, identify, product_named
+
+Vendor = Literal["amd", "nvidia", "cpu"]
+Fp8 = Literal["fn", "fnuz"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A kind of connection from this device to other visible devices.
+
+    `kind` is "xgmi", "nvlink" or "pcie"; `peers` counts the devices reached; `bandwidth` is bytes/s in one
+    direction to one peer (xgmi) or of the whole port (nvlink, pcie), None where unknown.
+    """
+
+    kind: Literal["xgmi", "nvlink", "pcie"]
+    peers: int
+    bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device as the indexer sees it.
+
+    Attributes:
+        vendor: "amd", "nvidia" or "cpu".
+        arch: "gfx942", "gfx950", "sm_90", ...; "cpu" without a GPU.
+        product: "mi325x", "h200", ... as the tuning files are named.
+        units: compute units or SMs that a kernel can use (a partition's share).
+        wave_size: threads of a wave or warp.
+        lds_bytes: LDS or shared memory of one compute unit.
+        memory_bytes: memory of this device or partition.
+        bandwidth: memory bandwidth, bytes/s, of the whole product.
+        fp8: e4m3 encoding that the matrix units multiply natively.
+        partition: "SPX/NPS1", "CPX/NPS4", "MIG 1g.18gb", ...
+        links: connections to the other visible devices.
+        driver, runtime: versions of the kernel driver and of HIP or CUDA as torch was built for.
+        index: torch's index of the device in this process.
+        uuid, pci: how the vendor's library knows the same device; pci as "0000:c1:00.0".
+        pci_device_id: 0x74a5, 0x2335, ...
+        name: the marketing name.
+        sources: for each known field, where its value came from. Not part of equality.
+    """
+
+    vendor: Vendor
+    arch: str
+    product: str | None = None
+    units: int | None = None
+    wave_size: int | None = None
+    lds_bytes: int | None = None
+    memory_bytes: int | None = None
+    bandwidth: float | None = None
+    fp8: Fp8 | None = None
+    partition: str | None = None
+    links: tuple[Link, ...] | None = None
+    driver: str | None = None
+    runtime: str | None = None
+    index: int | None = None
+    uuid: str | None = None
+    pci: str | None = None
+    pci_device_id: int | None = None
+    name: str | None = None
+    sources: Mapping[str, str] = field(
+        default_factory=lambda: MappingProxyType({}), compare=False, repr=False
+    )
+
+    @property
+    def is_gpu(self) -> bool:
+        """True for AMD and NVIDIA devices."""
+        return self.vendor != "cpu"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain JSON types, `sources` included."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["links"] = None if self.links is None else [vars(link) for link in self.links]
+        values["sources"] = dict(self.sources)
+        return values
+
+
+class Facts:
+    """Collects field values from sources in order: the first source that knows a field wins."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.sources: dict[str, str] = {}
+
+    def add(self, source: str, **values: Any) -> None:
+        """Take from `values` what is known (not None) and was not known before."""
+        for name, value in values.items():
+            if value is not None and name not in self.values:
+                self.values[name] = value
+                self.sources[name] = source
+
+    def device(self) -> Device:
+        """The device that these facts describe."""
+        return Device(**self.values, sources=MappingProxyType(dict(self.sources)))
+
+
+CPU = Device(
+    vendor="cpu", arch="cpu", sources=MappingProxyType({"vendor": "no GPU in use", "arch": "no GPU in use"})
+)
+
+
+def device_of(name: str) -> Device:
+    """A device from datasheets alone, by product name: for planning, replay and compile-only work.
+
+    Raises:
+        ValueError: for an unknown name, with the names that are known.
+    """
+    from portable_indexer._products import PRODUCTS
+
+    if name.lower() == "cpu":
+        return CPU
+    product = product_named(name)
+    if product is None:
+        raise ValueError(f"unknown device {name!r}; known: {', '.join(p.name for p in PRODUCTS)}, cpu")
+    facts = Facts()
+    facts.add(
+        "datasheet",
+        vendor=product.vendor,
+        arch=product.arch,
+        product=product.name,
+        units=product.units,
+        memory_bytes=product.memory * 10**9,
+    )
+    _add_known(facts, product)
+    return facts.device()
+
+
+def detect(where: Any = None) -> Device:
+    """The device that tensors live on, found once and kept.
+
+    Args:
+        where: None for torch's current GPU (the CPU if torch sees none), else anything that names a torch
+            device: "cpu", "cuda:1", 1, torch.device.
+
+    Returns:
+        The device; a CPU device (vendor "cpu") where there is no GPU.
+
+    Asking for a GPU starts torch's CUDA or HIP runtime in this process, so do not call this before a fork.
+    """
+    index = _torch_index(where)
+    return CPU if index is None else _detect_gpu(index)
+
+
+def forget() -> None:
+    """Drop what `detect` remembers: the next call looks again."""
+    _detect_gpu.cache_clear()
+
+
+def _torch_index(where: Any) -> int | None:
+    """Torch's index of the GPU meant by `where`, None for the CPU."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if where is None:
+        return torch.cuda.current_device() if torch.cuda.is_available() else None
+    device = torch.device("cuda", where) if isinstance(where, int) else torch.device(where)
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@functools.cache
+def _detect_gpu(index: int) -> Device:
+    facts = Facts()
+    _add_torch(facts, index)
+    found = identify(
+        facts.values.get("arch"),
+        facts.values.get("pci_device_id"),
+        facts.values.get("units"),
+        facts.values.get("memory_bytes"),
+        facts.values.get("name"),
+    )
+    if found is not None:
+        facts.add(found[1], product=found[0].name)
+    _add_known(facts, found[0] if found else None)
+    return facts.device()
+
+
+def _add_torch(facts: Facts, index: int) -> None:
+    """What torch's device properties say."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    amd = torch.version.hip is not None
+    arch = arch_of(properties.gcnArchName) if amd else f"sm_{properties.major}{properties.minor}"
+    uuid = getattr(properties, "uuid", None)
+    facts.add(
+        "torch",
+        vendor="amd" if amd else "nvidia",
+        arch=arch,
+        index=index,
+        units=properties.multi_processor_count or None,
+        memory_bytes=properties.total_memory or None,
+        wave_size=getattr(properties, "warp_size", None) or None,
+        uuid=None if uuid is None else str(uuid),
+        pci=_torch_pci(properties),
+        name=properties.name or None,
+        runtime=torch.version.hip if amd else torch.version.cuda,
+    )
+
+
+def _torch_pci(properties: Any) -> str | None:
+    """The PCI address, where this torch reports it."""
+    parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if any(part is None for part in parts):
+        return None
+    domain, bus, device = parts
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def _add_known(facts: Facts, product: Product | None) -> None:
+    """What follows from the architecture and the product."""
+    known = arch_facts(facts.values["arch"])
+    if known is not None:
+        facts.add("architecture", fp8=known.fp8, wave_size=known.wave_size, lds_bytes=known.lds_bytes)
+    if product is not None:
+        facts.add("datasheet", bandwidth=product.bandwidth)

@@ -1,0 +1,162 @@
+"""When to shard the rows of a step: by predicted time, from replicated integers only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import InitVar, asdict, dataclass
+from typing import Any, Literal, get_args
+
+from portable_indexer.tuning.costs import Costs, Exchange
+
+Mode = Literal["auto", "on", "off"]
+ENVIRONMENT = "PORTABLE_INDEXER_SHARD"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Predicted times of one layer's indexer in a step, in seconds. `sharded_s` and `exchange_s` are None
+    where the exchange among that many ranks is not known."""
+
+    replicated_s: float
+    sharded_s: float | None
+    exchange_s: float | None
+
+
+@dataclass(frozen=True)
+class ShardPolicy:
+    """Decides for each step whether its prefill rows are sharded.
+
+    Attributes:
+        mode: "auto" compares predicted times, "on" always shards, "off" never does. The environment variable
+            PORTABLE_INDEXER_SHARD overrides it on the rank whose policy the others take over (see `agree`).
+        min_rows: where given, "auto" shards exactly the steps with at least this many prefill rows, counted
+            over the whole step (all requests, all ranks together), and no predicted time is looked at.
+        costs: the device's costs; None takes those of this device's tuning data.
+        margin: share of the replicated time that sharding must save.
+        margin_s: seconds that sharding must save on top.
+        imbalance: share by which the slowest rank's part exceeds an even one.
+        num_heads, head_dim, topk: the model's indexer; `decide` takes them from here unless told otherwise.
+
+    Raises:
+        ValueError: for an unknown mode (also in the environment), a negative margin or a shape below 1.
+
+    "auto" never shards among a number of ranks whose exchange was never measured or derived. A decision uses
+    nothing but its arguments and these fields: the same on every rank, whatever memory a rank has free.
+    """
+
+    mode: Mode = "auto"
+    min_rows: int | None = None
+    costs: Costs | None = None
+    margin: float = 0.05
+    margin_s: float = 20e-6
+    imbalance: float = 0.03
+    num_heads: int = 64
+    head_dim: int = 128
+    topk: int = 2048
+    environment: InitVar[bool] = True
+
+    def __post_init__(self, environment: bool) -> None:
+        mode: str = os.environ.get(ENVIRONMENT, "").strip().lower() if environment else ""
+        origin = f"environment variable {ENVIRONMENT}" if mode else "mode"
+        mode = mode or self.mode
+        if mode not in get_args(Mode):
+            raise ValueError(f"{origin} must be one of auto, on, off, got {mode!r}")
+        object.__setattr__(self, "mode", mode)
+        if self.min_rows is not None and self.min_rows < 0:
+            raise ValueError(f"min_rows must be None or at least 0, got {self.min_rows}")
+        for name in ("margin", "margin_s", "imbalance"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("num_heads", "head_dim", "topk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.costs is None:
+            from portable_indexer.device import detect
+            from portable_indexer.tuning import tuning_for
+
+            object.__setattr__(self, "costs", tuning_for(detect()).costs)
+
+    def decide(
+        self,
+        *,
+        rows: int,
+        pairs: int,
+        tp_size: int,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        topk: int | None = None,
+    ) -> bool:
+        """Whether a step is sharded.
+
+        Args:
+            rows: prefill rows (query tokens) of the whole step, decode and padding left out.
+            pairs: key-row pairs of those rows, in keys (tokens, compressed entries or pools).
+            tp_size: ranks that would share the rows.
+            num_heads, head_dim, topk: this model's, where they differ from the policy's own.
+        """
+        if self.mode == "off" or tp_size < 2 or rows < 1:
+            return False
+        if self.mode == "on":
+            return True
+        if self.min_rows is not None:
+            return rows >= self.min_rows
+        times = self.estimate(
+            rows=rows, pairs=pairs, tp_size=tp_size, num_heads=num_heads, head_dim=head_dim, topk=topk
+        )
+        if times.sharded_s is None:
+            return False
+        return times.replicated_s - times.sharded_s > self.margin_s + self.margin * times.replicated_s
+
+    def estimate(
+        self,
+        *,
+        rows: int,
+        pairs: int,
+        tp_size: int,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        topk: int | None = None,
+    ) -> Estimate:
+        """Predicted times of one layer's indexer; arguments as in `decide`."""
+        costs = self._costs()
+        heads = self.num_heads if num_heads is None else num_heads
+        dim = self.head_dim if head_dim is None else head_dim
+        width = self.topk if topk is None else topk
+        replicated = costs.score_s(rows, pairs, heads, dim) + costs.select_s(rows, pairs)
+        exchange = costs.exchange_s(rows, width, tp_size)
+        if exchange is None:
+            return Estimate(replicated, None, None)
+        share = (1.0 + self.imbalance) / max(tp_size, 1)
+        own_rows, own_pairs = rows * share, pairs * share
+        own = costs.score_s(own_rows, own_pairs, heads, dim) + costs.select_s(own_rows, own_pairs)
+        return Estimate(replicated, own + exchange, exchange)
+
+    def to_json(self) -> str:
+        """The whole policy as JSON with sorted keys: equal policies give equal text."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> ShardPolicy:
+        """The policy that `to_json` wrote. The environment has no say here: rank 0's policy stays as it is.
+
+        Raises:
+            ValueError: if the text is not a policy.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+            costs = dict(values.pop("costs"))
+            costs["exchange"] = tuple(Exchange(**entry) for entry in costs["exchange"])
+            return cls(**values, costs=Costs(**costs), environment=False)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a shard policy: {error!r} in {text[:200]!r}") from error
+
+    def fingerprint(self) -> str:
+        """Hexadecimal SHA-256 of `to_json`."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def _costs(self) -> Costs:
+        if self.costs is None:  # __post_init__ filled it in
+            raise ValueError("costs must be known before a time is predicted")
+        return self.costs

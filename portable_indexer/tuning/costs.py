@@ -1,0 +1,59 @@
+"""What a step of the indexer costs on a device: a few numbers and the times that follow from them.
+
+Pure arithmetic on Python numbers, so every rank that holds the same numbers gets the same times. Pairs are
+key-row pairs, `sum over rows of max(ke - ks, 0)`; times are seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ID_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """All-gather of uneven row blocks among `ranks` ranks.
+
+    time = latency_s + (bytes a rank receives from others) / bandwidth.
+    """
+
+    ranks: int
+    latency_s: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of scoring, selection and exchange on one device.
+
+    Scoring takes `score_launch_s + rows * score_row_s + pairs * (score_pair_s + 2 * H * D / score_flops)`;
+    selection takes `select_launch_s + rows * select_row_s + pairs * select_pair_s`. `exchange` holds one
+    entry for each number of ranks that is known; other numbers have no predicted time.
+    """
+
+    score_launch_s: float
+    score_row_s: float
+    score_pair_s: float
+    score_flops: float
+    select_launch_s: float
+    select_row_s: float
+    select_pair_s: float
+    exchange: tuple[Exchange, ...] = ()
+
+    def score_s(self, rows: float, pairs: float, num_heads: int, head_dim: int) -> float:
+        """Seconds to score `pairs` key-row pairs in `rows` rows."""
+        per_pair = self.score_pair_s + 2.0 * num_heads * head_dim / self.score_flops
+        return self.score_launch_s + rows * self.score_row_s + pairs * per_pair
+
+    def select_s(self, rows: float, pairs: float) -> float:
+        """Seconds to choose the top-k of `rows` rows that hold `pairs` scores."""
+        return self.select_launch_s + rows * self.select_row_s + pairs * self.select_pair_s
+
+    def exchange_s(self, rows: int, width: int, ranks: int) -> float | None:
+        """Seconds for `ranks` ranks to collect `rows` x `width` int32 ids; None where that is not known."""
+        for entry in self.exchange:
+            if entry.ranks == ranks:
+                received = rows * width * ID_BYTES * (ranks - 1) / ranks
+                return entry.latency_s + received / entry.bandwidth
+        return None
