@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable_indexer.backends.reference import metadata, pools
 from portable_indexer.backends.reference.scoring import scores
 from portable_indexer.backends.reference.selection import select
 
@@ -69,12 +68,18 @@ class Reference:
     def expand_pools(
         self, pool_ids: torch.Tensor, ke: torch.Tensor, positions: torch.Tensor, pool: int, out: torch.Tensor
     ) -> None:
+        from portable_indexer.backends.reference import pools
+
         pools.expand_pools(pool_ids, ke, positions, pool, out)
 
     def token_to_req_indices(self, query_start_loc: torch.Tensor, out: torch.Tensor, pad_value: int) -> None:
+        from portable_indexer.backends.reference import metadata
+
         metadata.token_to_req_indices(query_start_loc, out, pad_value)
 
     def build_metadata(self, *args: Any, **kwargs: Any) -> None:
+        from portable_indexer.backends.reference import metadata
+
         metadata.build_metadata(*args, **kwargs)
 
     def warmup(self, device: torch.device, num_heads: int, head_dim: int, topk: int) -> int:
