@@ -168,7 +168,15 @@ def index_topk(
     def compute() -> None:
         if stop > start:
             chosen.index_topk(
-                q[own], k, k_scale, weights[own], cu_seqlen_ks[own], cu_seqlen_ke[own], topk, ids[own], workspace
+                q[own],
+                k,
+                k_scale,
+                weights[own],
+                cu_seqlen_ks[own],
+                cu_seqlen_ke[own],
+                topk,
+                ids[own],
+                workspace,
             )
 
     if shard is None:

@@ -70,7 +70,8 @@ class Problem:
                 if tensor.dtype == torch.uint8:
                     hint = f"; raw bytes carry no encoding, say which: {name}.view(torch.float8_e4m3fn)"
                 raise TypeError(
-                    f"{name} must be torch.float8_e4m3fn or torch.float8_e4m3fnuz, got {describe(tensor)}{hint}"
+                    f"{name} must be torch.float8_e4m3fn or torch.float8_e4m3fnuz, "
+                    f"got {describe(tensor)}{hint}"
                 )
         rows, heads, dim = q.shape
         keys = k.shape[0]
@@ -90,7 +91,9 @@ class Problem:
         check_float32("weights", weights)
         check_device("weights", weights, q.device)
         if tuple(weights.shape) != (rows, heads):
-            raise ValueError(f"weights must be [{rows}, {heads}] to match q {tuple(q.shape)}, got {describe(weights)}")
+            raise ValueError(
+                f"weights must be [{rows}, {heads}] to match q {tuple(q.shape)}, got {describe(weights)}"
+            )
         check_bounds(cu_seqlen_ks, cu_seqlen_ke, rows, q.device)
         if op != "fp8_mqa_logits":
             check_topk(topk)
@@ -173,7 +176,7 @@ class Backend(Protocol):
         """Score and select within the workspace; out as for ``top_k_per_row``."""
 
     def workspace_bytes(self, problem: Problem, budget: int) -> int:
-        """Bytes of workspace that ``index_topk`` wants within a logits budget in bytes; never less than it needs."""
+        """Bytes that ``index_topk`` wants within a logits budget in bytes; never less than it needs."""
 
     def expand_pools(
         self, pool_ids: torch.Tensor, ke: torch.Tensor, positions: torch.Tensor, pool: int, out: torch.Tensor

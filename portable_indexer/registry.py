@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
@@ -31,13 +31,13 @@ def _targets() -> dict[str, str]:
     return {**targets, **_BUILTIN}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(name: str) -> Backend:
     module, _, attribute = _targets()[name].partition(":")
     return cast("Backend", getattr(import_module(module), attribute)())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _log_once(message: str) -> None:
     logger.warning(message)
 
@@ -62,7 +62,9 @@ def _explicit(name: str, device: Device, problem: Problem | None, source: str) -
     reason = why_not(name, device, problem)
     if reason is not None:
         rest = "; ".join(
-            f"{other}: {why_not(other, device, problem) or 'supported'}" for other in list_backends() if other != name
+            f"{other}: {why_not(other, device, problem) or 'supported'}"
+            for other in list_backends()
+            if other != name
         )
         raise ValueError(f"{source}: backend {name!r} cannot serve this: {reason} ({rest})")
     return _load(name)
@@ -82,7 +84,7 @@ def resolve(device: Device, problem: Problem | None = None, name: str | None = N
         return _explicit(chosen, device, problem, "PORTABLE_INDEXER_BACKEND")
     preferred = _PREFERRED.get(device.vendor, ())
     registered = tuple(sorted(set(_targets()) - set(_BUILTIN)))
-    reasons = []
+    reasons: list[str] = []
     for candidate in dict.fromkeys((*preferred, *registered, "reference")):
         reason = why_not(candidate, device, problem)
         if reason is None:

@@ -24,7 +24,9 @@ def logits_budget() -> int:
     except ValueError:
         megabytes = 0
     if megabytes < 1:
-        raise ValueError(f"PORTABLE_INDEXER_LOGITS_MB must be a whole number of MiB, at least 1, got {text!r}")
+        raise ValueError(
+            f"PORTABLE_INDEXER_LOGITS_MB must be a whole number of MiB, at least 1, got {text!r}"
+        )
     return megabytes << 20
 
 

@@ -50,7 +50,7 @@ def scores(
 
 
 def _key_range(ks: torch.Tensor, ke: torch.Tensor, keys: int) -> tuple[int, int]:
-    """Keys that any row may see. Read from the bounds on a CPU only: elsewhere it would wait for the device."""
+    """Keys that any row may see; read from the bounds on a CPU only, where that waits for no device."""
     if ks.device.type != "cpu" or ks.numel() == 0:
         return 0, keys
     first = min(max(int(ks.min()), 0), keys)

@@ -1,0 +1,77 @@
+"""Scratch memory: views, sizes, the persistent one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import portable_indexer as pi
+from portable_indexer.workspace import logits_budget, persistent_workspace, spec_bytes
+
+
+def test_views_stand_side_by_side() -> None:
+    specs = ((3, 5), torch.float32), ((7,), torch.int32), ((1, 2, 3), torch.int64)
+    workspace = pi.Workspace("cpu", spec_bytes(*specs))
+    views = workspace.views(*specs)
+    for number, (view, (shape, dtype)) in enumerate(zip(views, specs, strict=True)):
+        assert view.shape == shape and view.dtype == dtype and view.is_contiguous()
+        view.fill_(number)
+    assert all((view == number).all() for number, view in enumerate(views))
+    assert {view.data_ptr() % 256 - views[0].data_ptr() % 256 for view in views} == {0}
+    assert workspace.views(*specs)[2].data_ptr() == views[2].data_ptr()
+
+
+def test_too_small_names_both_sizes() -> None:
+    workspace = pi.Workspace("cpu", 1000)
+    with pytest.raises(ValueError, match="of 1024 bytes is too small: this call needs 1280"):
+        workspace.views(((300,), torch.float32))
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, True, "8"])
+def test_bad_sizes(bad: object) -> None:
+    with pytest.raises((ValueError, TypeError), match="nbytes"):
+        pi.Workspace("cpu", bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5"])
+def test_bad_budget(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORTABLE_INDEXER_LOGITS_MB", text)
+    with pytest.raises(ValueError, match=f"PORTABLE_INDEXER_LOGITS_MB .* got '{text}'"):
+        logits_budget()
+
+
+def test_persistent_grows_once() -> None:  # X05, M12, V13
+    device = torch.device("cpu")
+    first = persistent_workspace(device, 5000)
+    assert persistent_workspace(device, 100) is first
+    second = persistent_workspace(device, first.nbytes + 1)
+    assert second is not first and persistent_workspace(device, 5000) is second
+
+
+def test_reported_bytes_are_enough_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:  # M01, M05, M11
+    monkeypatch.setenv("PORTABLE_INDEXER_BACKEND", "reference")
+    shape = {"topk": 2048, "num_heads": 64, "head_dim": 128}
+    assert pi.workspace_bytes(8192, 300_000, tp_size=1, **shape) == 512 << 20
+    alone = pi.workspace_bytes(100, 10, tp_size=1, **shape)
+    assert 4 * 100 * 10 <= alone < 8192
+    exchange = pi.workspace_bytes(65_536, 10, tp_size=8, width=2176, **shape)
+    assert exchange >= 65_536 * 2048 * 4
+    monkeypatch.setenv("PORTABLE_INDEXER_LOGITS_MB", "64")
+    assert pi.workspace_bytes(8192, 300_000, tp_size=1, **shape) == 64 << 20
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_rows": -1}, {"topk": 0}, {"tp_size": 0}, {"width": 3}, {"max_keys": 1.5}]
+)
+def test_bad_arguments_are_named(change: dict[str, object]) -> None:
+    arguments = {
+        "max_rows": 8,
+        "max_keys": 8,
+        "topk": 4,
+        "num_heads": 1,
+        "head_dim": 32,
+        "tp_size": 1,
+        **change,
+    }
+    with pytest.raises((ValueError, TypeError), match=next(iter(change)).replace("max_", "max_")):
+        pi.workspace_bytes(**arguments)  # type: ignore[arg-type]
