@@ -6,6 +6,7 @@ names come last: one MI300X may call itself "AMD Radeon Graphics".
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 GiB = 1 << 30
@@ -104,7 +105,7 @@ def product_named(name: str) -> Product | None:
 
 
 def arch_of(gcn_arch_name: str) -> str:
-    """ "gfx942:sramecc+:xnack-" -> "gfx942"."""
+    """The architecture in HIP's "gfx942:sramecc+:xnack-": "gfx942"."""
     return gcn_arch_name.split(":", 1)[0].strip()
 
 
@@ -114,7 +115,7 @@ def arch_facts(arch: str) -> ArchFacts | None:
 
 
 def identify(
-    arch: str | None,
+    arch: str,
     pci_device_id: int | None,
     units: int | None,
     memory_bytes: int | None,
@@ -122,22 +123,23 @@ def identify(
 ) -> tuple[Product, str] | None:
     """The product and what told it, or None where nothing fits.
 
-    A known PCI device id decides alone (also for a partition, whose units and memory are a share). Without
-    one, units and memory must both fit a product of the architecture; the marketing name only breaks a tie or
-    stands in for what is missing.
+    A known PCI device id decides alone, also for a partition, whose units and memory are a share. Without
+    one, units and memory must both fit a single product of the architecture. The marketing name comes last:
+    it separates products that are alike otherwise and names a partition.
     """
-    candidates = [product for product in PRODUCTS if arch is None or product.arch == arch]
+    candidates = [product for product in PRODUCTS if product.arch == arch]
     if pci_device_id is not None:
         for product in candidates:
             if pci_device_id in product.pci_ids:
                 return product, "pci id"
-    fitting = [p for p in candidates if units == p.units and _fits(memory_bytes, p.memory)]
-    if len(fitting) == 1:
-        return fitting[0], "architecture, units, memory"
-    for product in fitting or (candidates if units is None or memory_bytes is None else []):
-        if marketing and any(word in marketing for word in product.marketing):
+    else:
+        fitting = [p for p in candidates if units == p.units and _fits(memory_bytes, p.memory)]
+        if len(fitting) == 1:
+            return fitting[0], "architecture, units, memory"
+        candidates = fitting or candidates
+    for product in candidates:
+        if marketing and any(re.search(rf"\b{word}\b", marketing) for word in product.marketing):
             return product, "marketing name"
-    # Products that share architecture, units and memory (MI350X, MI355X) and no name: do not guess.
     return None
 
 

@@ -7,15 +7,24 @@ field that nobody knows is None, never 0. A library that is missing, broken or f
 from __future__ import annotations
 
 import functools
+import logging
+import os
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from portable_indexer._products import Product, arch_facts, arch_of, identify, product_named
+from portable_indexer import _sysfs
+from portable_indexer._identity import Identity, LibraryProblem, LinkList
+from portable_indexer._products import PRODUCTS, Product, arch_facts, arch_of, identify, product_named
+
+logger = logging.getLogger("portable_indexer")
 
 Vendor = Literal["amd", "nvidia", "cpu"]
 Fp8 = Literal["fn", "fnuz"]
+LinkKind = Literal["xgmi", "nvlink", "pcie"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,7 @@ class Link:
     direction to one peer (xgmi) or of the whole port (nvlink, pcie), None where unknown.
     """
 
-    kind: Literal["xgmi", "nvlink", "pcie"]
+    kind: LinkKind
     peers: int
     bandwidth: float | None = None
 
@@ -120,8 +129,6 @@ def device_of(name: str) -> Device:
     Raises:
         ValueError: for an unknown name, with the names that are known.
     """
-    from portable_indexer._products import PRODUCTS
-
     if name.lower() == "cpu":
         return CPU
     product = product_named(name)
@@ -157,8 +164,9 @@ def detect(where: Any = None) -> Device:
 
 
 def forget() -> None:
-    """Drop what `detect` remembers: the next call looks again."""
+    """Drop what `detect` remembers: the next call looks again, and warns again."""
     _detect_gpu.cache_clear()
+    _warn_once.cache_clear()
 
 
 def _torch_index(where: Any) -> int | None:
@@ -179,6 +187,18 @@ def _torch_index(where: Any) -> int | None:
 def _detect_gpu(index: int) -> Device:
     facts = Facts()
     _add_torch(facts, index)
+    mine = _identity(index)
+    # The libraries are asked by UUID or PCI address: indices differ under *_VISIBLE_DEVICES.
+    peers = [_identity(other) for other in range(_visible_count()) if other != index]
+    vendor = facts.values["vendor"]
+    try:
+        known = _query(vendor, mine, peers)
+    except LibraryProblem as problem:
+        _warn_once(f"device {index} ({facts.values['arch']}): {problem.cause}; {problem.remedy}")
+    else:
+        links = known.pop("links", None)
+        facts.add("amdsmi" if vendor == "amd" else "nvml", links=_gathered(links), **known)
+    facts.add("sysfs", **_sysfs.facts(vendor, Identity(mine.uuid, facts.values.get("pci"))))
     found = identify(
         facts.values.get("arch"),
         facts.values.get("pci_device_id"),
@@ -192,36 +212,83 @@ def _detect_gpu(index: int) -> Device:
     return facts.device()
 
 
+def _query(vendor: str, mine: Identity, peers: list[Identity]) -> dict[str, Any]:
+    """What the vendor's management library says. Raises LibraryProblem."""
+    if vendor == "amd":
+        from portable_indexer import _smi_amd
+
+        return _smi_amd.facts(mine, peers)
+    from portable_indexer import _smi_nvidia
+
+    return _smi_nvidia.facts(mine, peers)
+
+
+def _gathered(links: LinkList | None) -> tuple[Link, ...] | None:
+    """One Link for each kind and bandwidth."""
+    if links is None:
+        return None
+    counts = Counter(links).items()
+    return tuple(Link(cast("LinkKind", kind), count, bandwidth) for (kind, bandwidth), count in counts)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
 def _add_torch(facts: Facts, index: int) -> None:
-    """What torch's device properties say."""
+    """What torch's device properties say. A property that cannot be read is unknown, not zero."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
     amd = torch.version.hip is not None
-    arch = arch_of(properties.gcnArchName) if amd else f"sm_{properties.major}{properties.minor}"
-    uuid = getattr(properties, "uuid", None)
+    name = _read(properties, "name")
+    if isinstance(name, bytes):
+        name = name.decode("utf-8", "replace")
+    mig = re.search(r"\bMIG (\S+)", name or "")
+    identity = _identity(index)
     facts.add(
         "torch",
         vendor="amd" if amd else "nvidia",
-        arch=arch,
+        arch=arch_of(properties.gcnArchName) if amd else f"sm_{properties.major}{properties.minor}",
         index=index,
-        units=properties.multi_processor_count or None,
-        memory_bytes=properties.total_memory or None,
-        wave_size=getattr(properties, "warp_size", None) or None,
-        uuid=None if uuid is None else str(uuid),
-        pci=_torch_pci(properties),
-        name=properties.name or None,
+        units=_read(properties, "multi_processor_count"),
+        memory_bytes=_read(properties, "total_memory"),
+        wave_size=_read(properties, "warp_size"),
+        uuid=identity.uuid,
+        pci=identity.pci,
+        name=name,
+        partition=f"MIG {mig[1]}" if mig else None,
         runtime=torch.version.hip if amd else torch.version.cuda,
     )
 
 
-def _torch_pci(properties: Any) -> str | None:
-    """The PCI address, where this torch reports it."""
-    parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if any(part is None for part in parts):
+def _read(properties: Any, name: str) -> Any:
+    """A property, None where this torch lacks it, refuses it or says 0."""
+    try:
+        return getattr(properties, name) or None
+    except Exception:
         return None
-    domain, bus, device = parts
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def _visible_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _identity(index: int) -> Identity:
+    """How torch names one of its devices."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    uuid = _read(properties, "uuid")
+    parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    known = [part for part in parts if isinstance(part, int)]
+    pci = "{:04x}:{:02x}:{:02x}.0".format(*known) if len(known) == 3 else None
+    entries = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    named = entries[index] if index < len(entries) and entries[index].startswith(("GPU-", "MIG-")) else None
+    return Identity(None if uuid is None else str(uuid), pci, named)
 
 
 def _add_known(facts: Facts, product: Product | None) -> None:
