@@ -52,6 +52,17 @@ def test_wheel_holds_every_backend_and_one_name(wheel: Path) -> None:
     assert load(ROOT / "ci" / "check_wheel.py").faults(wheel) == []
 
 
+def test_wheel_holds_every_module(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if name.endswith(".py")}
+    modules = {
+        str(Path("portable_indexer", top, path.relative_to(folder)))
+        for top, folder in (("", ROOT / "portable_indexer"), ("backends", ROOT / "backends"))
+        for path in folder.rglob("*.py")
+    }
+    assert held == modules
+
+
 def test_check_wheel_sees_faults(wheel: Path, tmp_path: Path) -> None:
     """The check itself can fail: a wheel that requires torch, adds a name and lacks a backend."""
     bad = tmp_path / wheel.name
