@@ -1,0 +1,273 @@
+"""Kernels for the token-to-request map and for a step's whole metadata, one launch each.
+
+A program takes one request, or every n-th tile of a long one, and writes what lies within the request's own
+boundaries: a request is found by its number, never searched for. Some further programs fill the tails.
+No argument is specialised, so each kernel has one variant.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from portable_indexer.backends.triton_common.kept import KeptKernel
+from portable_indexer.step_metadata import INLINE_GROUPS, MetadataBuffers, StepLayout
+
+TILE = 1024
+LANES = 512  # lengths summed at once
+WARPS = 4
+MAX_PROGRAMS = 2048
+MAX_TAILS = 64
+
+
+@triton.jit(
+    do_not_specialize=["query_start_loc", "out", "num_reqs", "capacity", "pad_value", "splits", "tails"]
+)
+def _map_kernel(
+    query_start_loc,  # int32 [num_reqs + 1]
+    out,  # int32 [capacity]
+    num_reqs: tl.int32,
+    capacity: tl.int32,
+    pad_value: tl.int32,
+    splits: tl.int32,  # programs of each request
+    tails: tl.int32,  # programs of the padding
+    TILE: tl.constexpr,
+):
+    program = tl.program_id(0)
+    body = num_reqs * splits
+    in_body = program < body
+    request = tl.where(in_body, program // splits, num_reqs)
+    start = tl.load(query_start_loc + request)
+    end = tl.load(query_start_loc + tl.minimum(request + 1, num_reqs))
+    part = tl.where(in_body, program % splits, program - body)
+    stride = tl.where(in_body, splits, tails) * TILE
+    end = tl.where(in_body, tl.minimum(end, capacity), capacity)
+    value = tl.where(in_body, request, pad_value)
+    lane = tl.arange(0, TILE)
+    for tile in range(start + part * TILE, end, stride):
+        token = tile + lane
+        tl.store(out + token, tl.zeros_like(token) + value, token < end)
+
+
+@triton.jit
+def _group_of(request, num_reqs, total_keys, table, num_words, words, TABLE: tl.constexpr):
+    """Number, first and one past the last request, first and one past the last key of a request's group."""
+    # Every word that begins at or before the request is a group up to its own.
+    number = -1
+    first = 0
+    base = 0
+    last = num_reqs
+    limit = total_keys
+    if num_words <= len(words):
+        for i in tl.static_range(len(words)):
+            begin = words[i].to(tl.int32)
+            key = (words[i] >> 32).to(tl.int32)
+            before = begin <= request
+            number += before.to(tl.int32)
+            first = tl.where(before, begin, first)
+            base = tl.where(before, key, base)
+            last = tl.where(before, last, tl.minimum(last, begin))
+            limit = tl.where(before, limit, tl.minimum(limit, key))
+    else:
+        for i in range(0, num_words, TABLE):
+            place = i + tl.arange(0, TABLE)
+            word = tl.load(table + place, place < num_words, other=0x7FFFFFFF7FFFFFFF)
+            begin = word.to(tl.int32)
+            key = (word >> 32).to(tl.int32)
+            before = begin <= request
+            number += tl.sum(before.to(tl.int32), 0)
+            first = tl.maximum(first, tl.max(tl.where(before, begin, 0), 0))
+            base = tl.maximum(base, tl.max(tl.where(before, key, 0), 0))
+            last = tl.minimum(last, tl.min(tl.where(before, num_reqs, begin), 0))
+            limit = tl.minimum(limit, tl.min(tl.where(before, total_keys, key), 0))
+    return number, first, last, base, limit
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("query_start_loc", "seq_lens", "token_to_req", "cu_seqlen_ks", "cu_seqlen_ke", "row_keys"),
+        *("key_to_req", "key_starts", "table", "num_reqs", "num_decodes", "ratio", "capacity", "total_keys"),
+        *("num_words", "splits", "tails", *(f"w{i}" for i in range(INLINE_GROUPS))),
+    ]
+)
+def _step_kernel(
+    query_start_loc,  # int32 [num_reqs + 1]
+    seq_lens,  # int32 [num_reqs], tokens
+    token_to_req,  # int32 [capacity], as are the next three
+    cu_seqlen_ks,
+    cu_seqlen_ke,
+    row_keys,
+    key_to_req,  # int32 [at least total_keys]
+    key_starts,  # int32 [2 * most requests]
+    table,  # int64 [num_words], read where the words do not fit below
+    num_reqs: tl.int32,
+    num_decodes: tl.int32,
+    ratio: tl.int32,  # tokens of a key
+    capacity: tl.int32,
+    total_keys: tl.int32,
+    num_words: tl.int32,
+    splits: tl.int32,  # programs of each request
+    tails: tl.int32,  # programs of the padding
+    w0: tl.int64,
+    w1: tl.int64,
+    w2: tl.int64,
+    w3: tl.int64,
+    w4: tl.int64,
+    w5: tl.int64,
+    w6: tl.int64,
+    w7: tl.int64,
+    w8: tl.int64,
+    w9: tl.int64,
+    w10: tl.int64,
+    w11: tl.int64,
+    w12: tl.int64,
+    w13: tl.int64,
+    w14: tl.int64,
+    w15: tl.int64,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    body = num_reqs * splits
+    lane = tl.arange(0, TILE)
+    if program < body:
+        request = program // splits
+        part = program % splits
+        step = splits * TILE
+        start = tl.load(query_start_loc + request)
+        end = tl.load(query_start_loc + request + 1)
+        seq_len = tl.load(seq_lens + request)
+        first_key = 0
+        my_keys = 0x7FFFFFFF
+        prefill = request >= num_decodes
+        if prefill:
+            words = (w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15)
+            number, first, last, base, limit = _group_of(
+                request, num_reqs, total_keys, table, num_words, words, LANES
+            )
+            # Exact device lengths before this one's; what the host promised bounds them.
+            sums = tl.zeros((LANES,), tl.int32)
+            for i in range(first, request, LANES):
+                place = i + tl.arange(0, LANES)
+                sums += tl.maximum(tl.load(seq_lens + place, place < request, other=0), 0) // ratio
+            room = limit - base
+            first_key = tl.minimum(tl.sum(sums, 0), room)
+            my_keys = tl.minimum(tl.maximum(seq_len, 0) // ratio, room - first_key)
+            end_key = first_key + my_keys
+            keys = key_to_req + base
+            for tile in range(first_key + part * TILE, end_key, step):
+                key = tile + lane
+                tl.store(keys + key, tl.zeros_like(key) + request, key < end_key)
+            if request + 1 == last:
+                for tile in range(end_key + part * TILE, room, step):
+                    key = tile + lane
+                    tl.store(keys + key, tl.full(key.shape, -1, tl.int32), key < room)
+                if part == 0:
+                    tl.store(key_starts + last + number, end_key)
+            if part == 0:
+                tl.store(key_starts + request + number, first_key)
+        # Row j sees its own position and all before it: the length without the rows behind it.
+        before = seq_len - (end - start) + 1 - start
+        stop = tl.minimum(end, capacity)
+        for tile in range(start + part * TILE, stop, step):
+            token = tile + lane
+            inside = token < stop
+            visible = tl.minimum(tl.maximum(before + token, 0) // ratio, my_keys)
+            ks = tl.zeros_like(token) + first_key
+            tl.store(token_to_req + token, tl.zeros_like(token) + request, inside)
+            tl.store(row_keys + token, visible, inside)
+            tl.store(cu_seqlen_ks + token, ks, inside)
+            tl.store(cu_seqlen_ke + token, tl.where(prefill, ks + visible, 0), inside)
+    else:
+        start = tl.load(query_start_loc + num_reqs)
+        for tile in range(start + (program - body) * TILE, capacity, tails * TILE):
+            token = tile + lane
+            inside = token < capacity
+            nothing = tl.zeros_like(token)
+            tl.store(token_to_req + token, nothing, inside)
+            tl.store(row_keys + token, nothing, inside)
+            tl.store(cu_seqlen_ks + token, nothing, inside)
+            tl.store(cu_seqlen_ke + token, nothing, inside)
+
+
+_MAP = KeptKernel(_map_kernel, {"TILE": TILE}, WARPS)
+_STEP = KeptKernel(_step_kernel, {"TILE": TILE, "LANES": LANES}, WARPS)
+
+
+def programs_for(num_reqs: int, longest: int, total: int, tail: int) -> tuple[int, int]:
+    """Programs of each request, and programs of the padding.
+
+    ``longest`` and ``total`` (entries to write for a request, and for all) and ``tail`` (entries of padding)
+    are hints: any boundaries come out right, only the spread over the device suffers.
+    """
+    tiles = -(-min(longest, total) // TILE)
+    splits = max(1, min(tiles, MAX_PROGRAMS // max(1, num_reqs)))
+    tails = max(1, min(-(-tail // TILE), MAX_TAILS))
+    return splits, tails
+
+
+def _map_arguments(num_reqs: int, capacity: int, pad_value: int) -> tuple[int, ...]:
+    # The host knows no boundary: allow for requests of four times the mean length.
+    splits, tails = programs_for(num_reqs, 4 * capacity // max(1, num_reqs) + 1, capacity, capacity // 8)
+    return num_reqs, capacity, pad_value, splits, tails
+
+
+def token_to_req_indices(query_start_loc: torch.Tensor, out: torch.Tensor, pad_value: int) -> None:
+    """Write the request of each token into out [T] int32, and pad_value behind the last request's end."""
+    num_reqs, capacity, device = query_start_loc.shape[0] - 1, out.shape[0], out.device
+    if capacity == 0:
+        return
+    scalars = _map_arguments(num_reqs, capacity, pad_value)
+    programs = num_reqs * scalars[-2] + scalars[-1]
+    if _MAP.kept_on(device):
+        _MAP.launch(programs, device, (query_start_loc.data_ptr(), out.data_ptr(), *scalars))
+    else:
+        _MAP.launch_tensors(programs, device, (query_start_loc, out, *scalars))
+
+
+def _step_arguments(layout: StepLayout, buffers: MetadataBuffers) -> tuple[int, ...]:
+    num_reqs, capacity = layout.num_reqs, buffers.max_tokens
+    total = max(layout.num_tokens, layout.total_keys)
+    splits, tails = programs_for(num_reqs, layout.longest, total, capacity - layout.num_tokens)
+    by_value = len(layout.groups) <= INLINE_GROUPS
+    return (
+        *(num_reqs, layout.num_decodes, layout.compress_ratio, capacity, layout.total_keys),
+        *(len(layout.groups), splits, tails),
+        *(layout.words if by_value else layout.words[:INLINE_GROUPS]),
+    )
+
+
+def build_metadata(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: StepLayout,
+    buffers: MetadataBuffers,
+    group_table: torch.Tensor | None = None,
+) -> None:
+    """Fill every buffer of a step by one launch.
+
+    ``group_table`` holds ``layout.words`` on the device, int64; it is read where there are more groups
+    than a launch takes by value, and may be None otherwise.
+    """
+    device = buffers.token_to_req.device
+    scalars = _step_arguments(layout, buffers)
+    programs = layout.num_reqs * scalars[6] + scalars[7]
+    if _STEP.kept_on(device):
+        table = 0 if group_table is None else group_table.data_ptr()
+        inputs = (query_start_loc.data_ptr(), seq_lens.data_ptr())
+        _STEP.launch(programs, device, (*inputs, *buffers.addresses, table, *scalars))
+    else:
+        table = torch.empty(1, dtype=torch.int64, device=device) if group_table is None else group_table
+        _STEP.launch_tensors(programs, device, (query_start_loc, seq_lens, *buffers.written, table, *scalars))
+
+
+def warmup_metadata(device: torch.device) -> int:
+    """Compile and load both kernels for a GPU, so that a first call may be captured; returns their number."""
+    if device.type == "cuda":
+        ints = torch.zeros(2, dtype=torch.int32, device=device)
+        words = torch.zeros(1, dtype=torch.int64, device=device)
+        _MAP.compile(device, (ints, ints, *_map_arguments(1, 1, 0)))
+        scalars = (1,) * (8 + INLINE_GROUPS)
+        _STEP.compile(device, (*(ints,) * 8, words, *scalars))
+    return 2

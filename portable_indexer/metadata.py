@@ -1,0 +1,296 @@
+"""The indexer's metadata: which request each row belongs to, which keys it may see, how rows are chunked.
+
+Everything that a kernel reads comes from the device's own boundaries and lengths, by one launch a step, so a
+captured graph replays right after they change. The host's lengths only shape chunks, and may be upper bounds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from portable_indexer._checks import check_device, check_integer, check_layout, describe
+from portable_indexer.backend import Backend, Problem
+from portable_indexer.chunks import KeyGroup, group_requests
+from portable_indexer.device import detect
+from portable_indexer.registry import resolve
+from portable_indexer.step_metadata import (
+    INLINE_GROUPS,
+    MAX_REQS,
+    IndexerMetadata,
+    MetadataBuffers,
+    PrefillChunk,
+    StepLayout,
+)
+from portable_indexer.workspace import DEFAULT_LOGITS_MB
+
+__all__ = ["IndexerMetadata", "IndexerMetadataBuilder", "PrefillChunk", "token_to_req_indices"]
+
+MAX_TOKENS = 1 << 30
+PINNED_TABLES = 8
+
+HostIntegers = torch.Tensor | Sequence[int]
+
+
+@lru_cache(maxsize=64)
+def _resolved(device: torch.device, backend: str | None, environment: str | None) -> Backend:
+    return resolve(detect(device), Problem("token_to_req_indices", device), backend)
+
+
+def _backend(device: torch.device, backend: str | None) -> Backend:
+    return _resolved(device, backend, os.environ.get("PORTABLE_INDEXER_BACKEND"))
+
+
+def _check_int32(name: str, tensor: Any, least: int) -> None:
+    check_layout(name, tensor, 1)
+    if tensor.dtype != torch.int32 or tensor.shape[0] < least:
+        raise ValueError(f"{name} must be int32 with at least {least} entries, got {describe(tensor)}")
+
+
+def token_to_req_indices(
+    query_start_loc: torch.Tensor,
+    num_tokens: int,
+    *,
+    out: torch.Tensor | None = None,
+    pad_value: int = 0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The request of each token, from device boundaries alone: no synchronisation, fit for graph capture.
+
+    Args:
+        query_start_loc: [requests + 1] int32, contiguous: first token of each request, then the end of the
+            last; not decreasing. Requests without tokens may stand anywhere. Read on the device at run time.
+        num_tokens: tokens of the step, padding included.
+        out: [at least num_tokens] int32, contiguous; all of it is written, so nothing of a longer step
+            stays. Allocated where None.
+        pad_value: written for tokens behind the last request's end.
+        backend: name of a backend; where None, ``resolve`` chooses.
+
+    Returns:
+        [num_tokens] int32: a slice of ``out``, or a new tensor.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; nothing is written then.
+    """
+    _check_int32("query_start_loc", query_start_loc, 1)
+    device = query_start_loc.device
+    num_tokens = check_integer("num_tokens", num_tokens)
+    if not 0 <= num_tokens <= MAX_TOKENS:
+        raise ValueError(f"num_tokens must be from 0 to {MAX_TOKENS}, got {num_tokens}")
+    pad_value = check_integer("pad_value", pad_value)
+    if not -(1 << 31) <= pad_value < 1 << 31:
+        raise ValueError(f"pad_value must fit int32, got {pad_value}")
+    chosen = _backend(device, backend)
+    if out is None:
+        out = torch.empty(num_tokens, dtype=torch.int32, device=device)
+    else:
+        _check_int32("out", out, num_tokens)
+        check_device("out", out, device)
+    chosen.token_to_req_indices(query_start_loc, out, pad_value)
+    return out[:num_tokens]
+
+
+class IndexerMetadataBuilder:
+    """Builds each step's metadata into buffers that stay: one launch, no allocation, no synchronisation.
+
+    A builder serves one stream. Its buffers are overwritten by each ``build``, in stream order: what other
+    streams still read of a step must be waited for by the caller. Two builders share nothing.
+
+    Args:
+        max_tokens: rows of the largest step, padding included.
+        max_reqs: requests of the largest step.
+        max_keys: packed keys of all prefill requests of a step together, in the keys' unit.
+        compress_ratio: tokens for each key: a request of s tokens has s // compress_ratio keys.
+        next_n: most rows of a decode or verify request.
+        device: where the buffers are.
+        backend: name of a backend; where None, ``resolve`` chooses.
+
+    Raises:
+        TypeError, ValueError: a capacity is out of range, or the backend cannot serve.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        max_reqs: int,
+        max_keys: int,
+        *,
+        compress_ratio: int = 1,
+        next_n: int = 1,
+        device: torch.device | str,
+        backend: str | None = None,
+    ) -> None:
+        capacities = (
+            ("max_tokens", max_tokens, 1, MAX_TOKENS),
+            ("max_reqs", max_reqs, 1, MAX_REQS),
+            ("max_keys", max_keys, 0, MAX_TOKENS),
+            ("compress_ratio", compress_ratio, 1, MAX_TOKENS),
+            ("next_n", next_n, 1, MAX_TOKENS),
+        )
+        for name, value, least, most in capacities:
+            if not least <= check_integer(name, value) <= most:
+                raise ValueError(f"{name} must be from {least} to {most}, got {value}")
+        self.device = torch.empty(0, device=device).device
+        self.max_tokens, self.max_reqs, self.max_keys = max_tokens, max_reqs, max_keys
+        self.compress_ratio, self.next_n = compress_ratio, next_n
+        self._backend = _backend(self.device, backend)
+        self._buffers = MetadataBuffers.allocate(max_tokens, max_reqs, max_keys, self.device)
+        self._table = _GroupTable(max_reqs, self.device)
+        self._generation = [0]
+        # A step without requests: compiles and loads what a captured build needs.
+        nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
+        empty = StepLayout(0, 0, compress_ratio, (), 0, 0, 0)
+        self._backend.build_metadata(nothing, nothing[:0], empty, self._buffers, None)
+
+    def build(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        query_start_loc_cpu: HostIntegers,
+        seq_lens_cpu: HostIntegers,
+        num_decodes: int = 0,
+        num_tokens: int | None = None,
+        logits_budget: int = DEFAULT_LOGITS_MB << 20,
+        key_budget: int | None = None,
+    ) -> IndexerMetadata:
+        """Launch the step's metadata and return its description.
+
+        Args:
+            query_start_loc: [requests + 1] int32 on the device: first row of each request, then the end of
+                the last; not decreasing. Requests without rows may stand anywhere.
+            seq_lens: [requests] int32 on the device, in tokens, this step's included. Row j of a request of
+                n rows sees (seq_len - n + 1 + j) // compress_ratio keys, never fewer than 0.
+            query_start_loc_cpu, seq_lens_cpu: the same on the host. They size and cut chunks, and nothing
+                else: lengths may be upper bounds, keys that the device does not have are marked -1 in
+                ``key_to_req``. Where chunks end between requests, both sides must agree on the rows there.
+            num_decodes: requests at the front that decode or verify; they have no packed keys.
+            num_tokens: rows of the step where padding follows the last request's.
+            logits_budget: bytes that one chunk's rows x keys float32 logits may take.
+            key_budget: packed keys that one gather may hold; ``max_keys`` where None.
+
+        Raises:
+            TypeError, ValueError: an argument is not as above or exceeds a capacity; nothing is launched
+                then, and the last step's metadata stays.
+            RuntimeError: inside graph capture, with more groups of requests than a launch takes by value.
+        """
+        starts = _integers("query_start_loc_cpu", query_start_loc_cpu)
+        lens = _integers("seq_lens_cpu", seq_lens_cpu)
+        num_reqs = len(lens)
+        self._check_device_side(query_start_loc, seq_lens, num_reqs)
+        if len(starts) != num_reqs + 1 or num_reqs > self.max_reqs:
+            raise ValueError(
+                f"query_start_loc_cpu must have one entry more than seq_lens_cpu, and that at most "
+                f"max_reqs = {self.max_reqs}, got {len(starts)} and {num_reqs}"
+            )
+        # A sorted list is recognised in one pass.
+        if starts[0] != 0 or starts != sorted(starts):
+            raise ValueError(f"query_start_loc_cpu must begin with 0 and not decrease, got {starts}")
+        rows = starts[-1] if num_tokens is None else num_tokens
+        if not starts[-1] <= rows <= self.max_tokens:
+            raise ValueError(
+                f"the step has {starts[-1]} rows, {rows} with padding; padding must not be negative, and the "
+                f"rows at most max_tokens = {self.max_tokens}"
+            )
+        if not 0 <= num_decodes <= num_reqs or starts[num_decodes] > num_decodes * self.next_n:
+            raise ValueError(
+                f"num_decodes must be from 0 to {num_reqs}, with at most next_n = {self.next_n} rows each, "
+                f"got {num_decodes} with {starts[min(max(num_decodes, 0), num_reqs)]} rows"
+            )
+        groups, longest = self._groups(starts, lens, num_decodes, logits_budget, key_budget)
+        total = groups[-1].key_base + groups[-1].total_keys if groups else 0
+        layout = StepLayout(
+            num_reqs, num_decodes, self.compress_ratio, tuple(groups), starts[-1], longest, total
+        )
+        table = self._table.hold(layout.words) if len(groups) > INLINE_GROUPS else None
+        self._backend.build_metadata(query_start_loc, seq_lens, layout, self._buffers, table)
+        self._generation[0] += 1
+        return IndexerMetadata(
+            self._buffers, layout, starts, lens, rows, self.next_n, logits_budget, self._generation
+        )
+
+    def _groups(
+        self, starts: list[int], lens: list[int], num_decodes: int, logits_budget: int, key_budget: int | None
+    ) -> tuple[list[KeyGroup], int]:
+        """The groups of the prefill requests, and a bound of a request's rows and keys."""
+        if num_decodes == len(lens):
+            return [], self.next_n
+        if self.compress_ratio == 1 and min(lens) >= 0:
+            keys = lens
+        else:
+            keys = [max(length, 0) // self.compress_ratio for length in lens]
+        if logits_budget < 4 or (key_budget is not None and key_budget < 1):
+            raise ValueError(
+                f"logits_budget must be at least 4 and key_budget 1, got {logits_budget} and {key_budget}"
+            )
+        most = self.max_keys if key_budget is None else key_budget
+        groups = group_requests(starts, keys, num_decodes, logits_budget, most)
+        total = groups[-1].key_base + groups[-1].total_keys
+        if total > self.max_keys:
+            raise ValueError(f"the prefill requests have {total} keys, more than max_keys = {self.max_keys}")
+        return groups, max(max(keys), starts[-1] - starts[num_decodes])
+
+    def _check_device_side(
+        self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_reqs: int
+    ) -> None:
+        for name, tensor, size in (
+            ("query_start_loc", query_start_loc, num_reqs + 1),
+            ("seq_lens", seq_lens, num_reqs),
+        ):
+            check_layout(name, tensor, 1)
+            if tensor.dtype != torch.int32 or tensor.shape[0] != size or tensor.device != self.device:
+                raise ValueError(
+                    f"{name} must be int32 [{size}] on {self.device}, as the host's lengths say, "
+                    f"got {describe(tensor)}"
+                )
+
+
+def _integers(name: str, values: HostIntegers) -> list[int]:
+    if isinstance(values, torch.Tensor):
+        if values.device.type != "cpu" or values.is_floating_point() or values.ndim != 1:
+            raise TypeError(f"{name} must be a vector of integers on the host, got {describe(values)}")
+        integers: list[int] = values.tolist()
+        return integers
+    return [check_integer(name, value) for value in values]
+
+
+class _GroupTable:
+    """The groups of a step on the device, for the rare step that has too many to pass by value.
+
+    Pinned copies go round: one is written again only after its last transfer, ``PINNED_TABLES`` such steps
+    ago, has ended.
+    """
+
+    def __init__(self, max_groups: int, device: torch.device) -> None:
+        self._device = device
+        self._words = torch.zeros(max_groups, dtype=torch.int64, device=device)
+        self._gpu = device.type == "cuda"
+        self._pinned = [
+            torch.zeros(max_groups, dtype=torch.int64, pin_memory=self._gpu) for _ in range(PINNED_TABLES)
+        ]
+        self._sent: list[torch.cuda.Event | None] = [None] * PINNED_TABLES
+        self._next = 0
+
+    def hold(self, words: list[int]) -> torch.Tensor:
+        """Send the words and return where they will be, in stream order."""
+        if self._gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a captured step can have {INLINE_GROUPS} groups of requests, this one has {len(words)}: "
+                "raise key_budget or logits_budget, or build it outside the graph"
+            )
+        slot, event = self._pinned[self._next], self._sent[self._next]
+        if event is not None:
+            event.synchronize()
+        slot[: len(words)] = torch.tensor(words)
+        target = self._words[: len(words)]
+        target.copy_(slot[: len(words)], non_blocking=True)
+        if self._gpu:
+            event = event or torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            self._sent[self._next] = event
+        self._next = (self._next + 1) % PINNED_TABLES
+        return target
