@@ -200,7 +200,7 @@ def _detect_gpu(index: int) -> Device:
         facts.add("amdsmi" if vendor == "amd" else "nvml", links=_gathered(links), **known)
     facts.add("sysfs", **_sysfs.facts(vendor, Identity(mine.uuid, facts.values.get("pci"))))
     found = identify(
-        facts.values.get("arch"),
+        facts.values["arch"],
         facts.values.get("pci_device_id"),
         facts.values.get("units"),
         facts.values.get("memory_bytes"),

@@ -34,7 +34,7 @@ class Tuning:
         name: the product or rule that the numbers belong to.
         origin: where they came from: a path, "packaged h200.json", or the rule that scaled them.
         costs: what scoring, selection and exchange cost.
-        exchange_algorithm: "uneven" (grouped broadcasts) or "padded" (even all-gather of padded blocks).
+        exchange_algorithm: "grouped" (a broadcast for each block) or "padded" (all-gather of padded blocks).
         sources: for each number, "measured", "datasheet" or "reported". Not part of equality.
     """
 

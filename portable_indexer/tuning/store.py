@@ -14,7 +14,7 @@ from typing import Any
 ENVIRONMENT = "PORTABLE_INDEXER_TUNING"
 SCHEMA = 1
 SOURCES = ("measured", "datasheet", "reported")
-ALGORITHMS = ("uneven", "padded")
+ALGORITHMS = ("grouped", "padded")
 
 # Every number that a file must hold; True where it must be above zero, not only non-negative.
 REQUIRED = {

@@ -1,0 +1,128 @@
+"""From measured times to the numbers of `Costs`: a least-squares fit of relative errors, nothing negative."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+from typing import Literal
+
+from portable_indexer.tuning.costs import Costs
+
+# Columns in the order of Costs: launch, row, pair, flop of scoring, then launch, row, pair of selection.
+_SCORE, _SELECT = (0, 1, 2, 3), (4, 5, 6)
+# A device always takes time for these two; the others may vanish behind them.
+_MANDATORY = {3, 6}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured time: of scoring, of selection, or of a whole replicated step ("step")."""
+
+    kind: Literal["score", "select", "step"]
+    rows: int
+    pairs: int
+    num_heads: int
+    head_dim: int
+    seconds: float
+
+    def predicted(self, costs: Costs) -> float:
+        """The same time by the cost model."""
+        seconds = 0.0
+        if self.kind != "select":
+            seconds += costs.score_s(self.rows, self.pairs, self.num_heads, self.head_dim)
+        if self.kind != "score":
+            seconds += costs.select_s(self.rows, self.pairs)
+        return seconds
+
+    def _features(self) -> list[float]:
+        flops = 2.0 * self.num_heads * self.head_dim * self.pairs
+        row = [1.0, self.rows, self.pairs, flops, 1.0, self.rows, self.pairs]
+        used = {"score": _SCORE, "select": _SELECT, "step": _SCORE + _SELECT}[self.kind]
+        return [value / self.seconds if i in used else 0.0 for i, value in enumerate(row)]
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far predicted times are from measured ones, as shares of the measured ones."""
+
+    shapes: int
+    median: float
+    worst: float
+
+
+def error_of(costs: Costs, samples: Sequence[Sample]) -> Error:
+    """The model's error on samples. Raises ValueError where there are none."""
+    if not samples:
+        raise ValueError("samples must not be empty")
+    shares = [abs(sample.predicted(costs) / sample.seconds - 1.0) for sample in samples]
+    return Error(len(shares), median(shares), max(shares))
+
+
+def fit(samples: Sequence[Sample]) -> Costs:
+    """The costs, exchange left out, that come nearest to the samples in the sum of squared relative errors.
+
+    Of all choices of numbers that vanish, the one with the smallest error and nothing negative is taken:
+    there are few enough to try each.
+
+    Raises:
+        ValueError: if scoring or selection was not measured, or a time is not above 0.
+    """
+    import torch
+
+    kinds = {sample.kind for sample in samples}
+    if "step" not in kinds and not {"score", "select"} <= kinds:
+        raise ValueError(f"samples must hold scoring and selection, got {sorted(kinds)}")
+    if any(not sample.seconds > 0 for sample in samples):
+        raise ValueError("every measured time must be above 0")
+    matrix = torch.tensor([sample._features() for sample in samples], dtype=torch.float64)
+    scale = matrix.abs().amax(dim=0).clamp_min(1e-300)
+    wanted = torch.ones(len(samples), 1, dtype=torch.float64)
+    best: tuple[float, list[float]] | None = None
+    optional = [i for i in range(matrix.shape[1]) if i not in _MANDATORY]
+    for size in range(len(optional) + 1):
+        for chosen in combinations(optional, size):
+            columns = sorted(_MANDATORY.union(chosen))
+            part = matrix[:, columns] / scale[columns]
+            answer = torch.linalg.lstsq(part, wanted, driver="gelsd").solution
+            loss = float((part @ answer - wanted).square().sum())
+            values = answer[:, 0] / scale[columns]
+            good = all(
+                v > 0 if i in _MANDATORY else v >= 0 for i, v in zip(columns, values.tolist(), strict=True)
+            )
+            if good and (best is None or loss < best[0]):
+                full = [0.0] * matrix.shape[1]
+                for column, value in zip(columns, values.tolist(), strict=True):
+                    full[column] = value
+                best = (loss, full)
+    if best is None:
+        raise ValueError("no set of non-negative costs fits the measured times")
+    launch, row, pair, flop, select_launch, select_row, select_pair = best[1]
+    return Costs(launch, row, pair, 1.0 / flop, select_launch, select_row, select_pair)
+
+
+def fit_exchange(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Latency (s) and bandwidth (bytes/s) from (bytes received, seconds) pairs.
+
+    Raises:
+        ValueError: if fewer than two different amounts of bytes were measured.
+    """
+    if len({received for received, _ in samples}) < 2:
+        raise ValueError("an exchange must be measured with at least two amounts of bytes")
+    if any(not seconds > 0 for _, seconds in samples):
+        raise ValueError("every measured time must be above 0")
+    # Weighted by 1 / seconds: small and large exchanges count alike.
+    rows = [(1.0 / seconds, received / seconds) for received, seconds in samples]
+    aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = sum(r[0] for r in rows), sum(r[1] for r in rows)
+    determinant = aa * bb - ab * ab
+    latency = (a * bb - b * ab) / determinant
+    slope = (b * aa - a * ab) / determinant
+    if latency < 0:
+        latency, slope = 0.0, b / bb
+    if slope <= 0:
+        # Nothing but latency was seen: the largest exchange bounds the bandwidth from below.
+        received, seconds = max(samples)
+        latency, slope = min(s for _, s in samples), seconds / received
+    return latency, 1.0 / slope

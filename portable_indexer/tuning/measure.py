@@ -1,0 +1,159 @@
+"""What `portable-indexer tune` measures, through public functions only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING
+
+from portable_indexer.tuning.fit import Sample
+
+if TYPE_CHECKING:
+    import torch
+
+HEAD_DIM = 128
+# Rows x keys. Those of a GPU span what servers run: first chunks of prompts to slices of a 1M context.
+GPU_SHAPES = (
+    (256, 4_096),
+    (1_024, 2_048),
+    (1_024, 16_384),
+    (4_096, 4_096),
+    (8_192, 8_192),
+    (2_048, 32_768),
+    (8_192, 32_768),
+    (4_096, 131_072),
+    (512, 262_144),
+    (2_048, 262_144),
+    (128, 1_048_576),
+    (1_024, 1_048_576),
+)
+CPU_SHAPES = ((8, 64), (16, 256), (64, 128))
+
+
+@dataclass(frozen=True)
+class Step:
+    """The operands of one replicated step: causal rows, the last `rows` of `keys` positions."""
+
+    q: torch.Tensor  # [rows, H, D] fp8
+    kv: tuple[torch.Tensor, torch.Tensor]  # [keys, D] fp8, [keys] float32
+    weights: torch.Tensor  # [rows, H] float32
+    ks: torch.Tensor  # [rows] int32
+    ke: torch.Tensor  # [rows] int32
+    pairs: int
+
+    def first(self, rows: int) -> Step:
+        """The step's first rows."""
+        pairs = int(self.ke[:rows].sum())
+        return Step(self.q[:rows], self.kv, self.weights[:rows], self.ks[:rows], self.ke[:rows], pairs)
+
+
+def make_step(
+    rows: int, keys: int, num_heads: int, head_dim: int, where: torch.device, seed: int = 0
+) -> Step:
+    """Random operands on a device, in the encoding that it multiplies natively."""
+    import torch
+
+    from portable_indexer.device import detect
+
+    dtype = torch.float8_e4m3fnuz if detect(where).fp8 == "fnuz" else torch.float8_e4m3fn
+    generator = torch.Generator(where).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=where)
+
+    ke = torch.arange(keys - rows + 1, keys + 1, dtype=torch.int32, device=where)
+    scales = torch.rand(keys, generator=generator, device=where) + 0.5
+    return Step(
+        q=normal(rows, num_heads, head_dim).to(dtype),
+        kv=(normal(keys, head_dim).to(dtype), scales),
+        weights=normal(rows, num_heads),
+        ks=torch.zeros(rows, dtype=torch.int32, device=where),
+        ke=ke,
+        pairs=rows * (keys - rows) + rows * (rows + 1) // 2,
+    )
+
+
+def seconds_of(call: Callable[[], object], where: torch.device, budget_s: float = 0.2) -> float:
+    """Median seconds of one call in a row of calls, as a busy server would see it; warm-up left out.
+
+    On a GPU the calls are queued back to back between two events, so a call that the host launches more
+    slowly than the device runs it takes as long as the launch.
+    """
+    import torch
+
+    call()
+    if where.type != "cuda":
+        times: list[float] = []
+        end = time.perf_counter() + budget_s
+        while len(times) < 3 or (time.perf_counter() < end and len(times) < 50):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return median(times)
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def batch(count: int) -> float:
+        first.record()
+        for _ in range(count):
+            call()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3 / count
+
+    call()
+    once = batch(1)
+    count = max(1, min(50, int(budget_s / 5 / once)))
+    return median(batch(count) for _ in range(5))
+
+
+def compute_samples(
+    where: torch.device,
+    shapes: Sequence[tuple[int, int]],
+    heads: Sequence[int],
+    topk: int,
+    head_dim: int = HEAD_DIM,
+    budget_s: float = 0.2,
+    steps_only: bool = False,
+) -> Iterator[Sample]:
+    """Times of scoring, selection and the whole step for each shape (rows, keys) and head count.
+
+    Scoring and selection alone are timed on as many of the rows as one logits budget holds, as in a step.
+    Shapes that do not fit into the device's free memory are left out.
+    """
+    import torch
+
+    import portable_indexer as pi
+    from portable_indexer.workspace import logits_budget
+
+    for rows, keys in shapes:
+        if where.type == "cuda" and not _fits(rows, keys, max(heads), head_dim, topk, where):
+            continue
+        for num_heads in heads:
+            step = make_step(rows, keys, num_heads, head_dim, where)
+            ids = torch.empty(rows, topk, dtype=torch.int32, device=where)
+            whole = partial(pi.index_topk, step.q, step.kv, step.weights, step.ks, step.ke, topk, out=ids)
+            taken = seconds_of(whole, where, budget_s)
+            yield Sample("step", rows, step.pairs, num_heads, head_dim, taken)
+            if steps_only:
+                continue
+            part = step.first(max(1, min(rows, logits_budget() // (4 * keys))))
+            shape = (len(part.q), part.pairs, num_heads, head_dim)
+            logits = torch.empty(len(part.q), keys, dtype=torch.float32, device=where)
+            score = partial(pi.fp8_mqa_logits, part.q, part.kv, part.weights, part.ks, part.ke, out=logits)
+            yield Sample("score", *shape, seconds_of(score, where, budget_s))
+            select = partial(pi.top_k_per_row, logits, part.ks, part.ke, topk, out=ids[: len(part.q)])
+            yield Sample("select", *shape, seconds_of(select, where, budget_s))
+
+
+def _fits(rows: int, keys: int, heads: int, head_dim: int, topk: int, where: torch.device) -> bool:
+    import torch
+
+    from portable_indexer.workspace import logits_budget
+
+    # Random numbers are made as float32 and then rounded.
+    need = 5 * (rows * heads * head_dim + keys * head_dim) + 4 * rows * topk + 3 * logits_budget()
+    free, _ = torch.cuda.mem_get_info(where)
+    return need < 0.8 * free
