@@ -35,7 +35,8 @@ class Tuning:
         origin: where they came from: a path, "packaged h200.json", or the rule that scaled them.
         costs: what scoring, selection and exchange cost.
         exchange_algorithm: "grouped" (a broadcast for each block) or "padded" (all-gather of padded blocks).
-        sources: for each number, "measured", "datasheet" or "reported". Not part of equality.
+        sources: for each number, "measured", "datasheet" or "reported".
+        runs: the measurements behind the measured numbers, with date, versions and the model's error.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Tuning:
     costs: Costs
     exchange_algorithm: str
     sources: Mapping[str, str]
+    runs: Mapping[str, Mapping[str, Any]]
 
 
 def tuning_for(device: Device) -> Tuning:
@@ -111,6 +113,7 @@ def _tuning(content: Mapping[str, Any], origin: str) -> Tuning:
         costs=Costs(**scalars, exchange=exchange),
         exchange_algorithm=content["choices"]["exchange_algorithm"]["value"],
         sources=MappingProxyType({name: entry["source"] for name, entry in numbers.items()}),
+        runs=MappingProxyType(dict(content["runs"])),
     )
 
 
@@ -141,9 +144,7 @@ def own_or_nearest(device: Device, own: Tuning | None) -> Tuning:
     costs, how = base.costs, []
     if device.vendor == "cpu":
         # Not worth a rule: exchange is left out, so "auto" stays replicated.
-        return replace(
-            base, name="cpu", origin="rule: no numbers for a CPU", costs=replace(costs, exchange=())
-        )
+        return replace(base, name="cpu", origin="rule: no numbers for a CPU", costs=replace(costs, exchange=()))
     if device.units is not None and device.units != product.units:
         ratio = product.units / device.units
         costs = replace(costs, score_flops=costs.score_flops / ratio, score_pair_s=costs.score_pair_s * ratio)
