@@ -27,6 +27,15 @@ lint: $(VENV)/.ready ## ruff, mypy --strict, pyright
 	$(BIN)/mypy
 	$(BIN)/pyright
 
+# The second Triton that the compile matrix covers has a venv of its own.
+.venv-triton36/.ready: ci/setup_triton36.sh pyproject.toml
+	PYTHON="$(PYTHON)" bash ci/setup_triton36.sh .venv-triton36
+	@touch $@
+
+PYTHONS := 3.9=$(BIN)/python 3.6=.venv-triton36/bin/python
+matrix: $(VENV)/.ready .venv-triton36/.ready ## compile every kernel for every target and audit the machine code
+	$(BIN)/python ci/compile_matrix.py --python $(PYTHONS) $(MATRIX_ARGS)
+
 wheel: $(VENV)/.ready ## build a wheel and check what it holds
 	rm -rf dist && $(BIN)/python -m build --wheel --no-isolation -o dist . && $(BIN)/python ci/check_wheel.py dist/*.whl
 
