@@ -1,0 +1,1 @@
+"""Kernels that the Triton backends share, each beside its launcher."""

@@ -1,0 +1,85 @@
+"""The indexer's operations as Triton kernels on NVIDIA GPUs; on CPU tensors in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from portable_indexer.backend import FP8_ENCODINGS
+from portable_indexer.backends.triton_common import metadata, runtime, scoring
+from portable_indexer.backends.triton_cuda import launch
+
+if TYPE_CHECKING:
+    from portable_indexer.backend import Problem
+    from portable_indexer.device import Device
+    from portable_indexer.step_metadata import MetadataBuffers, StepLayout
+
+
+class TritonCuda:
+    """Thin: each method picks a launch choice and calls the shared launcher."""
+
+    name = "triton_cuda"
+
+    def unsupported(self, device: Device, problem: Problem | None = None) -> str | None:
+        """Why this backend cannot serve the problem on the device; None where it can."""
+        tensors = "cuda" if device.is_gpu else "cpu"
+        if not runtime.runs_on(tensors):
+            return f"Triton has no way to run kernels on {tensors} tensors in this process"
+        if device.is_gpu and device.vendor != "nvidia":
+            return f"needs a device of vendor nvidia, got {device.vendor} ({device.arch})"
+        target = runtime.target()
+        if target is not None and target[0] != "nvidia":
+            return f"Triton compiles for {target[1]} in this process"
+        if problem is None or problem.head_dim == 0:
+            return None
+        return scoring.unsupported(problem.num_heads, problem.head_dim, problem.num_keys)
+
+    def scoring_choice(self, heads: int, dim: int, q_dtype: torch.dtype, k_dtype: torch.dtype) -> scoring.ScoringChoice:
+        """The scoring kernel's launch choice in this process."""
+        encodings = FP8_ENCODINGS[q_dtype], FP8_ENCODINGS[k_dtype]
+        return launch.scoring_choice(self._arch(), runtime.triton_version(), heads, dim, *encodings)
+
+    def fp8_mqa_logits(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        k_scale: torch.Tensor,
+        weights: torch.Tensor,
+        ks: torch.Tensor,
+        ke: torch.Tensor,
+        out: torch.Tensor,
+        clean_logits: bool,
+    ) -> None:
+        """Write logits[m, n] of every valid key into out [M, >= N] float32 (columns are absolute)."""
+        choice = self.scoring_choice(q.shape[1], q.shape[2], q.dtype, k.dtype)
+        units = runtime.units(q.device)
+        scoring.mqa_logits(q, k, k_scale, weights, ks, ke, out, clean_logits, choice=choice, units=units)
+
+    def token_to_req_indices(self, query_start_loc: torch.Tensor, out: torch.Tensor, pad_value: int) -> None:
+        """Write the request of each token into out [T] int32; tokens past the last request get pad_value."""
+        metadata.token_to_req_indices(query_start_loc, out, pad_value)
+
+    def build_metadata(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        layout: StepLayout,
+        buffers: MetadataBuffers,
+        group_table: torch.Tensor | None = None,
+    ) -> None:
+        """Fill a step's metadata buffers by one launch."""
+        metadata.build_metadata(query_start_loc, seq_lens, layout, buffers, group_table)
+
+    def warmup(self, device: torch.device, num_heads: int, head_dim: int, topk: int) -> int:
+        """Compile and load every variant that calls of this shape can reach; returns how many."""
+        compiled = metadata.warmup_metadata(device)
+        for q_dtype in FP8_ENCODINGS:
+            for k_dtype in FP8_ENCODINGS:
+                choice = self.scoring_choice(num_heads, head_dim, q_dtype, k_dtype)
+                compiled += scoring.warmup(device, num_heads, head_dim, q_dtype, k_dtype, choice)
+        return compiled
+
+    def _arch(self) -> str:
+        target = runtime.target()
+        return launch.DEFAULT_ARCH if target is None else target[1]

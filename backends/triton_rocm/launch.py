@@ -1,0 +1,61 @@
+"""Launch choices on AMD: frozen values from pure functions of architecture, Triton version, sizes and encodings."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from portable_indexer.backends.triton_common.scoring import ScoringChoice
+
+# The e4m3 encoding that the matrix units multiply; other architectures multiply float16 instead.
+NATIVE_FP8 = {"gfx940": "fnuz", "gfx941": "fnuz", "gfx942": "fnuz", "gfx950": "fn"}
+# What the interpreter plays.
+DEFAULT_ARCH = "gfx942"
+
+
+def _decodes(arch: str, q_encoding: str, k_encoding: str) -> tuple[str, str]:
+    native = NATIVE_FP8.get(arch)
+    if native == "fnuz":
+        reread = {"fnuz": "fp8", "fn": "fn_as_fnuz"}
+        return reread[q_encoding], reread[k_encoding]
+    if native == q_encoding == k_encoding:
+        return "fp8", "fp8"
+    return f"{q_encoding}_as_half", f"{k_encoding}_as_half"
+
+
+@cache
+def scoring_choice(
+    arch: str, version: tuple[int, int], heads: int, dim: int, q_encoding: str, k_encoding: str
+) -> ScoringChoice:
+    """How ``fp8_mqa_logits`` is built.
+
+    Four blocks of 32 row-heads fill the 32 x 32 matrix instruction; with blocks accumulated by explicit
+    multiply-adds, the bits do not depend on the compiler's fusion.
+
+    Args:
+        arch: "gfx942", "gfx950", ...
+        version: Triton's (major, minor).
+        heads, dim: H and D.
+        q_encoding, k_encoding: "fn" or "fnuz".
+    """
+    q_decode, k_decode = _decodes(arch, q_encoding, k_encoding)
+    padded = max(4, 1 << (heads - 1).bit_length())
+    options: list[tuple[str, object]] = [
+        ("num_warps", 4),
+        ("num_stages", 2),
+        ("matrix_instr_nonkdim", 32),
+        ("waves_per_eu", 2),
+        ("enable_fp_fusion", False),
+    ]
+    return ScoringChoice(
+        rows=128 // padded,
+        keys=128,
+        heads=padded // 4,
+        blocks=4,
+        relu="max" if arch == "gfx950" else "sum_scalar",
+        q_decode=q_decode,
+        k_decode=k_decode,
+        descriptor=False,
+        stages=2,
+        resident=2,
+        options=tuple(options),
+    )
