@@ -33,7 +33,8 @@ class ShardPolicy:
             PORTABLE_INDEXER_SHARD overrides it on the rank whose policy the others take over (see `agree`).
         min_rows: where given, "auto" shards exactly the steps with at least this many prefill rows, counted
             over the whole step (all requests, all ranks together), and no predicted time is looked at.
-        costs: the device's costs; None takes those of this device's tuning data.
+        costs: the device's costs; None takes those of this device's tuning data ("off" needs none and looks
+            at no device).
         margin: share of the replicated time that sharding must save.
         margin_s: seconds that sharding must save on top.
         imbalance: share by which the slowest rank's part exceeds an even one.
@@ -72,7 +73,7 @@ class ShardPolicy:
         for name in ("num_heads", "head_dim", "topk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.costs is None:
+        if self.costs is None and mode != "off":
             from portable_indexer.device import detect
             from portable_indexer.tuning import tuning_for
 
@@ -133,6 +134,28 @@ class ShardPolicy:
         own = costs.score_s(own_rows, own_pairs, heads, dim) + costs.select_s(own_rows, own_pairs)
         return Estimate(replicated, own + exchange, exchange)
 
+    def break_even_rows(self, tp_size: int, context: int = 0) -> int | None:
+        """The fewest prefill rows that "decide" shards, None where not even a million are.
+
+        Args:
+            tp_size: ranks.
+            context: keys of the one request whose last rows these are; at least the rows themselves.
+        """
+
+        def chosen(rows: int) -> bool:
+            keys = max(context, rows)
+            return self.decide(rows=rows, pairs=rows * (2 * keys - rows + 1) // 2, tp_size=tp_size)
+
+        # The saving grows with the rows, so the first power of two that is sharded brackets the answer.
+        high = next((1 << bits for bits in range(21) if chosen(1 << bits)), None)
+        if high is None or high == 1:
+            return high
+        low = high // 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if chosen(middle) else (middle, high)
+        return high
+
     def to_json(self) -> str:
         """The whole policy as JSON with sorted keys: equal policies give equal text."""
         return json.dumps(asdict(self), sort_keys=True)
@@ -146,9 +169,13 @@ class ShardPolicy:
         """
         try:
             values: dict[str, Any] = json.loads(text)
-            costs = dict(values.pop("costs"))
-            costs["exchange"] = tuple(Exchange(**entry) for entry in costs["exchange"])
-            return cls(**values, costs=Costs(**costs), environment=False)
+            costs = values.pop("costs")
+            if costs is not None:
+                exchange = tuple(Exchange(**entry) for entry in costs.pop("exchange"))
+                costs = Costs(**costs, exchange=exchange)
+            elif values["mode"] != "off":
+                raise TypeError("costs are missing")
+            return cls(**values, costs=costs, environment=False)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a shard policy: {error!r} in {text[:200]!r}") from error
 
@@ -157,6 +184,6 @@ class ShardPolicy:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def _costs(self) -> Costs:
-        if self.costs is None:  # __post_init__ filled it in
-            raise ValueError("costs must be known before a time is predicted")
+        if self.costs is None:
+            raise ValueError("a policy that is off and was given no costs predicts no time")
         return self.costs

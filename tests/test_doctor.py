@@ -1,0 +1,254 @@
+"""`portable-indexer doctor` on nodes with something wrong, and on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from portable_indexer import _sysfs
+from portable_indexer.cli import _node, main
+from portable_indexer.device import device_of
+
+MI325X = ("0000:05:00.0", 0x1002, 0x74A5)
+H200 = ("0000:19:00.0", 0x10DE, 0x2335)
+
+
+@pytest.fixture(autouse=True)
+def plain_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No device on the bus, no device files, no variables of ours."""
+    monkeypatch.setattr(_sysfs, "ROOT", tmp_path / "sys")
+    monkeypatch.setattr(_node, "DEV", tmp_path / "dev")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in _node.environment():
+        if name != "TRITON_INTERPRET":
+            monkeypatch.delenv(name)
+
+
+def put_on_bus(tmp_path: Path, *devices: tuple[str, int, int]) -> None:
+    for address, vendor, device in devices:
+        folder = tmp_path / "sys" / "bus" / "pci" / "devices" / address
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor:#06x}\n")
+        (folder / "device").write_text(f"{device:#06x}\n")
+        (folder / "class").write_text("0x120000\n" if vendor == 0x1002 else "0x030200\n")
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict]:  # type: ignore[type-arg]
+    capsys.readouterr()
+    code = main(["doctor", "--json", *options])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def finding(report: dict, words: str) -> dict:  # type: ignore[type-arg]
+    found = [entry for entry in report["findings"] if words in entry["what"]]
+    assert len(found) == 1, report["findings"]
+    return found[0]
+
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what doctor does where torch sees no GPU")
+
+
+@no_gpu
+def test_a_machine_without_a_gpu_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = doctor(capsys)
+    assert (code, report["ok"], report["self_test"]) == (0, True, "passed")
+    assert report["device"]["vendor"] == "cpu"
+    assert report["backends"][report["backend"]] is None
+    assert report["versions"]["torch"] == torch.__version__
+    assert main(["doctor", "--no-self-test"]) == 0
+    text = capsys.readouterr().out
+    assert "-> " in text and text.rstrip().endswith("ready") and "self-test" not in text
+
+
+# K05 K07
+@no_gpu
+@pytest.mark.parametrize(("device", "build"), [(MI325X, "ROCm"), (H200, "CUDA")])
+def test_a_torch_that_cannot_drive_the_nodes_gpus(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, device: tuple[str, int, int], build: str
+) -> None:
+    put_on_bus(tmp_path, device)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "kfd").touch()
+    code, report = doctor(capsys, "--no-self-test")
+    assert (code, report["ok"]) == (1, False)
+    entry = finding(report, "this torch was built")
+    assert entry["level"] == "error" and f"install the {build} build of torch" in entry["remedy"]
+    assert report["pci"] == [f"{device[0]} {device[1]:04x}:{device[2]:04x}"]
+
+
+# K05
+def test_vendor_of_torch_against_vendor_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _node.vendor_findings([MI325X], "amd", 1) == []
+    assert _node.vendor_findings([], None, 0) == []
+    (found,) = _node.vendor_findings([MI325X, MI325X], "nvidia", 0)
+    assert found.level == "error" and "2 amd GPU(s)" in found.what and "built for CUDA" in found.what
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+    (found,) = _node.vendor_findings([MI325X], "amd", 0)
+    assert "torch sees none (HIP_VISIBLE_DEVICES='')" in found.what
+
+
+# K02
+def test_two_distributions_that_own_triton(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("triton", "pytorch-triton-rocm"):
+        folder = tmp_path / "site" / f"{name.replace('-', '_')}-3.5.1.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.5.1\n")
+        (folder / "RECORD").write_text("triton/__init__.py,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    code, report = doctor(capsys, "--no-self-test")
+    entry = finding(report, "own the directory triton/")
+    assert code == 1 and entry["level"] == "error"
+    assert "pytorch-triton-rocm, triton" in entry["what"] and "pip uninstall" in entry["remedy"]
+
+
+# K08 D11
+def test_an_installed_pynvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site" / "pynvml-11.5.3.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: pynvml\nVersion: 11.5.3\n")
+    (folder / "RECORD").write_text("pynvml/__init__.py,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    found = [f for f in _node.package_findings("13.0", False, "sm_90") if "pynvml" in f.what]
+    assert len(found) == 1 and "nvidia-ml-py" in found[0].remedy
+
+
+# K10
+@pytest.mark.parametrize(
+    ("amdsmi", "rocm", "wrong"),
+    [("7.0.2", "6.4.43482", True), ("7.0.2", "7.0.51831-abc", False), ("6.4.3", "7.1", False)],
+)
+def test_amdsmi_newer_than_rocm(monkeypatch: pytest.MonkeyPatch, amdsmi: str, rocm: str, wrong: bool) -> None:
+    monkeypatch.setattr(_node, "versions", lambda: {"amdsmi": amdsmi, "triton": None})
+    found = [f for f in _node.package_findings(rocm, True, "gfx942") if "amdsmi" in f.what]
+    assert bool(found) == wrong
+    if wrong:
+        assert found[0].level == "warning" and amdsmi in found[0].what and rocm in found[0].what
+
+
+# S40
+@pytest.mark.parametrize(
+    ("triton", "arch", "level"),
+    [("3.7.0", "gfx950", "error"), ("3.7.0", "gfx942", "warning"), ("3.6.0", "gfx950", None), ("3.9.0", "sm_90", None)],
+)
+def test_versions_of_triton(monkeypatch: pytest.MonkeyPatch, triton: str, arch: str, level: str | None) -> None:
+    monkeypatch.setattr(_node, "versions", lambda: {"amdsmi": None, "triton": triton})
+    found = [f.level for f in _node.package_findings("7.0", arch.startswith("gfx"), arch) if "Triton" in f.what]
+    assert found == ([level] if level else [])
+
+
+# D03
+def test_device_files_that_this_user_may_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dri = tmp_path / "dev" / "dri"
+    dri.mkdir(parents=True)
+    for file in (tmp_path / "dev" / "kfd", dri / "renderD128", dri / "renderD129"):
+        file.touch()
+    assert _node.permission_findings([MI325X]) == []
+    closed = {str(dri / "renderD129")}
+    monkeypatch.setattr(os, "access", lambda file, mode: str(file) not in closed)
+    (found,) = _node.permission_findings([MI325X])
+    assert found.level == "warning" and found.what.endswith(str(dri / "renderD129"))
+    assert "groups render and video" in found.remedy
+    closed.add(str(tmp_path / "dev" / "kfd"))
+    (found,) = _node.permission_findings([MI325X])
+    assert found.level == "error"
+    (tmp_path / "dev" / "kfd").unlink()
+    assert any("is missing" in f.what for f in _node.permission_findings([MI325X]))
+    assert _node.permission_findings([]) == [] and _node.permission_findings([H200]) == []
+
+
+# D06 D08
+@pytest.mark.parametrize(("name", "units"), [("CPX/NPS4", 38), ("MIG 2g.35gb", 32)])
+def test_a_partition_is_explained(name: str, units: int) -> None:
+    device = replace(device_of("mi300x"), partition=name, units=units)
+    found = _node.partition_finding(device)
+    assert found is not None and found.level == "note"
+    assert name in found.what and f"{units} units" in found.what and "nothing is sharded by itself" in found.what
+    assert _node.partition_finding(replace(device, partition="SPX/NPS1")) is None
+    assert _node.partition_finding(device_of("h200")) is None
+
+
+def test_what_detection_warns_about_is_reported_and_not_printed_twice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import logging
+
+    from portable_indexer.device import CPU
+
+    def warns(where: object = None) -> object:
+        logging.getLogger("portable_indexer").warning("amdsmi_init failed: code 14; join the group render")
+        return CPU
+
+    monkeypatch.setattr("portable_indexer.device.detect", warns)
+    code, report = doctor(capsys, "--no-self-test")
+    assert code == 0
+    assert finding(report, "amdsmi_init failed")["level"] == "warning"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_gpu_that_only_the_reference_serves_is_not_ready(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portable_indexer.device.detect", lambda where=None: device_of("mi325x"))
+    monkeypatch.setattr(
+        "portable_indexer.registry.why_not", lambda name, *_: None if name == "reference" else "no Triton"
+    )
+    code, report = doctor(capsys, "--no-self-test")
+    assert code == 1
+    assert "triton_rocm: no Triton" in finding(report, "only the slow reference backend")["what"]
+    assert report["policy"]["tuning"] == "packaged mi325x.json"
+    rows = report["policy"]["shards_from_rows"]["8"]
+    assert 0 < rows["131,072 keys"] < rows["new prompt"]
+
+
+@pytest.mark.parametrize("outcome", ["wrong", "failed"])
+def test_a_backend_that_computes_wrongly_is_not_ready(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    import portable_indexer as pi
+
+    real = pi.index_topk
+
+    def broken(*arguments: object, backend: str | None = None, **options: object) -> torch.Tensor:
+        answer = real(*arguments, backend=backend, **options)  # type: ignore[arg-type]
+        if backend is None:
+            if outcome == "failed":
+                raise RuntimeError("the compiler gave up")
+            answer[3, 5] += 1
+        return answer
+
+    monkeypatch.setattr(pi, "index_topk", broken)
+    code, report = doctor(capsys)
+    assert (code, report["self_test"]) == (1, outcome)
+    finding(report, "1 of 32 rows" if outcome == "wrong" else "the compiler gave up")
+
+
+def test_a_wrong_variable_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORTABLE_INDEXER_SHARD", "maybe")
+    code, report = doctor(capsys, "--no-self-test")
+    assert code == 1 and "PORTABLE_INDEXER_SHARD" in finding(report, "maybe")["what"]
+    assert report["environment"]["PORTABLE_INDEXER_SHARD"] == "maybe"
+
+
+def test_a_missing_torch_is_an_error_not_a_traceback(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from portable_indexer.cli import main; sys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "torch cannot be imported" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_vllm_that_may_not_load_the_plugin(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    status = {"vllm": "0.33.0", "entry_point": True, "mode": "auto", "kernels": "vllm", "hooks": {}}
+    monkeypatch.setattr("portable_indexer.vllm_plugin.status", lambda: dict(status))
+    assert doctor(capsys, "--no-self-test")[1]["vllm"]["would_load"] is True
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    _, report = doctor(capsys, "--no-self-test")
+    assert report["vllm"]["would_load"] is False and finding(report, "VLLM_PLUGINS='other'")["level"] == "note"
