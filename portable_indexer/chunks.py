@@ -8,33 +8,24 @@ into several chunks, of which only the first gathers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 LOGIT_BYTES = 4
 
 
-@dataclass(frozen=True)
-class KeyGroup:
+class KeyGroup(NamedTuple):
     """Requests ``[request_start, request_end)``, whose packed keys share a workspace.
 
     ``total_keys`` is what the host expects, an upper bound of what the device finds. ``key_base`` is where
-    the group's part of the step's key-to-request buffer begins.
+    the group's part of the step's key-to-request buffer begins. Rows are numbered as in the step.
     """
 
     request_start: int
     request_end: int
-    key_base: int
-    total_keys: int
-
-
-@dataclass(frozen=True)
-class RowSpan:
-    """Rows ``[token_start, token_end)`` of the step, all of group number ``group``."""
-
-    group: int
     token_start: int
     token_end: int
-    skip_kv_gather: bool
+    key_base: int
+    total_keys: int
 
 
 def group_requests(
@@ -44,57 +35,46 @@ def group_requests(
     logits_budget: int,
     key_budget: int,
 ) -> list[KeyGroup]:
-    """Cut the prefill requests ``[first_request, len(key_lens))`` into groups, greedily and in order.
+    """Cut prefill requests into groups, greedily and in order.
 
     Args:
-        query_starts: first row of each request and the end of the last, [requests + 1].
-        key_lens: keys of each request, in the unit in which they are packed, [requests].
-        first_request: number of requests before the prefill ones.
+        query_starts: first row of each prefill request and the end of the last, [requests + 1].
+        key_lens: keys of each, in the unit in which they are packed, [requests].
+        first_request: number of the first one in the step.
         logits_budget: bytes that rows x keys float32 logits of one chunk may take.
         key_budget: packed keys that one gather may hold.
 
     A group of several requests keeps both budgets. A request that breaks the logits budget alone is a group
     by itself and is cut along its rows. Raises ValueError where a request alone breaks the key budget.
     """
-    end = len(key_lens)
-    if first_request == end:
+    if not key_lens:
         return []
     pairs_budget = logits_budget // LOGIT_BYTES
-    total = sum(key_lens) if first_request == 0 else sum(key_lens[first_request:])
-    rows = query_starts[end] - query_starts[first_request]
-    if total <= key_budget and total * rows <= pairs_budget:
-        return [KeyGroup(first_request, end, 0, total)]
+    total, end_row = sum(key_lens), query_starts[-1]
+    start, start_row = 0, query_starts[0]
+    if total <= key_budget and total * (end_row - start_row) <= pairs_budget:
+        return [KeyGroup(first_request, first_request + len(key_lens), start_row, end_row, 0, total)]
     groups: list[KeyGroup] = []
-    start, base, keys = first_request, 0, 0
-    for request in range(first_request, end):
-        own = key_lens[request]
+    base, keys, row = 0, 0, start_row
+    for request, own in enumerate(key_lens):
         if own > key_budget:
-            raise ValueError(
-                f"request {request} has {own} keys, more than key_budget = {key_budget} can hold"
-            )
-        rows = query_starts[request + 1] - query_starts[start]
-        if request > start and (keys + own > key_budget or (keys + own) * rows > pairs_budget):
-            groups.append(KeyGroup(start, request, base, keys))
-            start, base, keys = request, base + keys, 0
-        keys += own
-    groups.append(KeyGroup(start, end, base, keys))
+            raise ValueError(f"request {first_request + request} has {own} keys, more than key_budget = {key_budget}")
+        next_row = query_starts[request + 1]
+        more = keys + own
+        if (more > key_budget or more * (next_row - start_row) > pairs_budget) and request > start:
+            groups.append(KeyGroup(first_request + start, first_request + request, start_row, row, base, keys))
+            start, start_row, base, more = request, row, base + keys, own
+        keys, row = more, next_row
+    end = first_request + len(key_lens)
+    groups.append(KeyGroup(first_request + start, end, start_row, end_row, base, keys))
     return groups
 
 
-def cut_rows(groups: Sequence[KeyGroup], query_starts: Sequence[int], logits_budget: int) -> list[RowSpan]:
-    """Cut each group's rows into chunks of nearly equal size that keep the logits budget.
+def rows_a_chunk(group: KeyGroup, logits_budget: int) -> int:
+    """Rows of each chunk of a group but its last, which may have fewer: nearly equal parts within the budget.
 
-    Together the chunks cover every row of the groups once, in order. A chunk has at least one row, also
-    where a single row's logits exceed the budget; a group without rows has no chunk.
+    At least 1, also where a single row's logits exceed the budget.
     """
-    spans: list[RowSpan] = []
-    for number, group in enumerate(groups):
-        first, last = query_starts[group.request_start], query_starts[group.request_end]
-        rows = last - first
-        if rows == 0:
-            continue
-        most = max(1, logits_budget // (LOGIT_BYTES * max(1, group.total_keys)))
-        size = -(-rows // -(-rows // most))
-        for token in range(first, last, size):
-            spans.append(RowSpan(number, token, min(token + size, last), token > first))
-    return spans
+    rows = group.token_end - group.token_start
+    most = max(1, logits_budget // (LOGIT_BYTES * max(1, group.total_keys)))
+    return max(1, -(-rows // max(1, -(-rows // most))))

@@ -6,6 +6,7 @@ captured graph replays right after they change. The host's lengths only shape ch
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,7 +16,7 @@ import torch
 
 from portable_indexer._checks import check_device, check_integer, check_layout, describe
 from portable_indexer.backend import Backend, Problem
-from portable_indexer.chunks import KeyGroup, group_requests
+from portable_indexer.chunks import LOGIT_BYTES, KeyGroup, group_requests
 from portable_indexer.device import detect
 from portable_indexer.registry import resolve
 from portable_indexer.step_metadata import (
@@ -140,10 +141,11 @@ class IndexerMetadataBuilder:
         self._backend = _backend(self.device, backend)
         self._buffers = MetadataBuffers.allocate(max_tokens, max_reqs, max_keys, self.device)
         self._table = _GroupTable(max_reqs, self.device)
+        self._uniform = list(range(0, max_reqs * next_n + 1, next_n))
         self._generation = [0]
         # A step without requests: compiles and loads what a captured build needs.
         nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
-        empty = StepLayout(0, 0, compress_ratio, (), 0, 0, 0)
+        empty = StepLayout(0, 0, compress_ratio, [], 0, 0, 0)
         self._backend.build_metadata(nothing, nothing[:0], empty, self._buffers, None)
 
     def build(
@@ -178,17 +180,25 @@ class IndexerMetadataBuilder:
                 then, and the last step's metadata stays.
             RuntimeError: inside graph capture, with more groups of requests than a launch takes by value.
         """
-        starts = _integers("query_start_loc_cpu", query_start_loc_cpu)
-        lens = _integers("seq_lens_cpu", seq_lens_cpu)
-        num_reqs = len(lens)
+        num_reqs = len(seq_lens_cpu)
         self._check_device_side(query_start_loc, seq_lens, num_reqs)
-        if len(starts) != num_reqs + 1 or num_reqs > self.max_reqs:
+        if len(query_start_loc_cpu) != num_reqs + 1 or num_reqs > self.max_reqs:
             raise ValueError(
                 f"query_start_loc_cpu must have one entry more than seq_lens_cpu, and that at most "
-                f"max_reqs = {self.max_reqs}, got {len(starts)} and {num_reqs}"
+                f"max_reqs = {self.max_reqs}, got {len(query_start_loc_cpu)} and {num_reqs}"
             )
+        if not 0 <= num_decodes <= num_reqs:
+            raise ValueError(f"num_decodes must be from 0 to {num_reqs}, got {num_decodes}")
+        starts = _integers("query_start_loc_cpu", query_start_loc_cpu)
+        by_request = self.next_n
+        if num_decodes:
+            by_request = self._decode_rows(starts[: num_decodes + 1])
+            starts = starts[num_decodes:]
+        lens: list[int] = []
+        if num_decodes < num_reqs:
+            lens = _integers("seq_lens_cpu", seq_lens_cpu[num_decodes:] if num_decodes else seq_lens_cpu)
         # A sorted list is recognised in one pass.
-        if starts[0] != 0 or starts != sorted(starts):
+        if starts != sorted(starts) or (num_decodes == 0 and starts[0] != 0):
             raise ValueError(f"query_start_loc_cpu must begin with 0 and not decrease, got {starts}")
         rows = starts[-1] if num_tokens is None else num_tokens
         if not starts[-1] <= rows <= self.max_tokens:
@@ -196,56 +206,48 @@ class IndexerMetadataBuilder:
                 f"the step has {starts[-1]} rows, {rows} with padding; padding must not be negative, and the "
                 f"rows at most max_tokens = {self.max_tokens}"
             )
-        if not 0 <= num_decodes <= num_reqs or starts[num_decodes] > num_decodes * self.next_n:
-            raise ValueError(
-                f"num_decodes must be from 0 to {num_reqs}, with at most next_n = {self.next_n} rows each, "
-                f"got {num_decodes} with {starts[min(max(num_decodes, 0), num_reqs)]} rows"
-            )
-        groups, longest = self._groups(starts, lens, num_decodes, logits_budget, key_budget)
-        total = groups[-1].key_base + groups[-1].total_keys if groups else 0
-        layout = StepLayout(
-            num_reqs, num_decodes, self.compress_ratio, tuple(groups), starts[-1], longest, total
-        )
-        table = self._table.hold(layout.words) if len(groups) > INLINE_GROUPS else None
+        groups: list[KeyGroup] = []
+        longest, total = self.next_n, 0
+        if lens:
+            keys = self._key_lens(lens)
+            most = self.max_keys if key_budget is None else key_budget
+            if logits_budget < LOGIT_BYTES or most < (key_budget is not None):
+                raise ValueError(f"logits_budget must be at least 4 and key_budget 1, got {logits_budget} and {most}")
+            groups = group_requests(starts, keys, num_decodes, logits_budget, most)
+            longest = max(longest, max(keys), starts[-1] - starts[0])
+            total = groups[-1].key_base + groups[-1].total_keys
+            if total > self.max_keys:
+                raise ValueError(f"the prefill requests have {total} keys, more than max_keys = {self.max_keys}")
+        layout = StepLayout(num_reqs, num_decodes, self.compress_ratio, groups, starts[-1], longest, total)
+        table = self._table.hold(layout.words()) if len(groups) > INLINE_GROUPS else None
         self._backend.build_metadata(query_start_loc, seq_lens, layout, self._buffers, table)
         self._generation[0] += 1
-        return IndexerMetadata(
-            self._buffers, layout, starts, lens, rows, self.next_n, logits_budget, self._generation
-        )
+        return IndexerMetadata(self._buffers, layout, starts, lens, rows, by_request, logits_budget, self._generation)
 
-    def _groups(
-        self, starts: list[int], lens: list[int], num_decodes: int, logits_budget: int, key_budget: int | None
-    ) -> tuple[list[KeyGroup], int]:
-        """The groups of the prefill requests, and a bound of a request's rows and keys."""
-        if num_decodes == len(lens):
-            return [], self.next_n
+    def _key_lens(self, lens: list[int]) -> list[int]:
         if self.compress_ratio == 1 and min(lens) >= 0:
-            keys = lens
-        else:
-            keys = [max(length, 0) // self.compress_ratio for length in lens]
-        if logits_budget < 4 or (key_budget is not None and key_budget < 1):
-            raise ValueError(
-                f"logits_budget must be at least 4 and key_budget 1, got {logits_budget} and {key_budget}"
-            )
-        most = self.max_keys if key_budget is None else key_budget
-        groups = group_requests(starts, keys, num_decodes, logits_budget, most)
-        total = groups[-1].key_base + groups[-1].total_keys
-        if total > self.max_keys:
-            raise ValueError(f"the prefill requests have {total} keys, more than max_keys = {self.max_keys}")
-        return groups, max(max(keys), starts[-1] - starts[num_decodes])
+            return lens
+        return [max(length, 0) // self.compress_ratio for length in lens]
 
-    def _check_device_side(
-        self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_reqs: int
-    ) -> None:
-        for name, tensor, size in (
-            ("query_start_loc", query_start_loc, num_reqs + 1),
-            ("seq_lens", seq_lens, num_reqs),
-        ):
+    def _decode_rows(self, starts: list[int]) -> int:
+        """next_n where every decode request has that many rows, else 0; refuses more."""
+        if starts == self._uniform[: len(starts)]:
+            return self.next_n
+        rows = {end - start for start, end in itertools.pairwise(starts)}
+        if starts[0] != 0 or min(rows) < 0 or max(rows) > self.next_n:
+            raise ValueError(
+                f"query_start_loc_cpu must begin with 0 and give each of the first num_decodes requests from 0 "
+                f"to next_n = {self.next_n} rows, got {starts}"
+            )
+        return 0
+
+    def _check_device_side(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_reqs: int) -> None:
+        inputs = (("query_start_loc", query_start_loc, num_reqs + 1), ("seq_lens", seq_lens, num_reqs))
+        for name, tensor, size in inputs:
             check_layout(name, tensor, 1)
             if tensor.dtype != torch.int32 or tensor.shape[0] != size or tensor.device != self.device:
                 raise ValueError(
-                    f"{name} must be int32 [{size}] on {self.device}, as the host's lengths say, "
-                    f"got {describe(tensor)}"
+                    f"{name} must be int32 [{size}] on {self.device}, as the host's lengths say, got {describe(tensor)}"
                 )
 
 
@@ -255,6 +257,8 @@ def _integers(name: str, values: HostIntegers) -> list[int]:
             raise TypeError(f"{name} must be a vector of integers on the host, got {describe(values)}")
         integers: list[int] = values.tolist()
         return integers
+    if set(map(type, values)) <= {int}:
+        return list(values)
     return [check_integer(name, value) for value in values]
 
 
@@ -269,9 +273,7 @@ class _GroupTable:
         self._device = device
         self._words = torch.zeros(max_groups, dtype=torch.int64, device=device)
         self._gpu = device.type == "cuda"
-        self._pinned = [
-            torch.zeros(max_groups, dtype=torch.int64, pin_memory=self._gpu) for _ in range(PINNED_TABLES)
-        ]
+        self._pinned = [torch.zeros(max_groups, dtype=torch.int64, pin_memory=self._gpu) for _ in range(PINNED_TABLES)]
         self._sent: list[torch.cuda.Event | None] = [None] * PINNED_TABLES
         self._next = 0
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from portable_indexer.chunks import KeyGroup, cut_rows
+from portable_indexer.chunks import KeyGroup, rows_a_chunk
 
 NO_REQUEST = -1
 
@@ -62,31 +63,28 @@ class MetadataBuffers:
         )
 
 
-@dataclass(frozen=True)
-class StepLayout:
+class StepLayout(NamedTuple):
     """The host's side of one step: integers only."""
 
     num_reqs: int
     num_decodes: int
     compress_ratio: int
-    groups: tuple[KeyGroup, ...]
+    groups: list[KeyGroup]
     num_tokens: int  # rows before the padding that the host expects; a hint, as are the next two
     longest: int  # most rows or keys of a request
     total_keys: int
 
-    @cached_property
     def words(self) -> list[int]:
         """Each group as one int64 for a kernel: key_base above, request_start in the low 32 bits.
 
-        Words that are no group begin beyond every request.
+        At least INLINE_GROUPS words; those that are no group begin beyond every request.
         """
         words = [group.key_base << 32 | group.request_start for group in self.groups]
         beyond = self.total_keys << 32 | MAX_REQS + 1
         return words + [beyond] * (INLINE_GROUPS - len(words))
 
 
-@dataclass(frozen=True)
-class PrefillChunk:
+class PrefillChunk(NamedTuple):
     """Rows whose logits fit the budget and whose keys lie in one gathered workspace.
 
     Attributes:
@@ -128,8 +126,8 @@ class IndexerMetadata:
         num_tokens: rows of the step, padding included.
         num_decodes, num_decode_tokens: requests and rows of the decode part, which comes first.
         num_prefills, num_prefill_tokens: requests and rows behind it; padding is in neither.
-        next_n: most rows of a decode request.
         compress_ratio: tokens for each key.
+        prefill_seq_lens: host lengths of the prefill requests in tokens, upper bounds: the planner's input.
     """
 
     def __init__(
@@ -139,23 +137,23 @@ class IndexerMetadata:
         query_starts: list[int],
         seq_lens: list[int],
         num_tokens: int,
-        next_n: int,
+        rows_by_request: int,
         logits_budget: int,
         generation: list[int],
     ) -> None:
         self._buffers = buffers
-        self._layout = layout
-        self._query_starts = query_starts
-        self._seq_lens = seq_lens
+        self._groups = layout.groups
+        self._query_starts = query_starts  # of the prefill requests, with the end of the last
+        self._rows_by_request = rows_by_request  # rows of every decode request; 0 where they differ
         self._logits_budget = logits_budget
         self._generation, self._built = generation, generation[0]
+        self.prefill_seq_lens = seq_lens
         self.num_tokens = num_tokens
-        self.next_n = next_n
         self.compress_ratio = layout.compress_ratio
         self.num_decodes = layout.num_decodes
         self.num_prefills = layout.num_reqs - layout.num_decodes
-        self.num_decode_tokens = query_starts[layout.num_decodes]
-        self.num_prefill_tokens = query_starts[-1] - self.num_decode_tokens
+        self.num_decode_tokens = query_starts[0]
+        self.num_prefill_tokens = query_starts[-1] - query_starts[0]
 
     @property
     def is_current(self) -> bool:
@@ -200,45 +198,33 @@ class IndexerMetadata:
     @cached_property
     def decode_row_keys_by_request(self) -> torch.Tensor:
         """[num_decodes, next_n] int32: the same by request; ValueError unless each has next_n rows."""
-        starts = self._query_starts[: self.num_decodes + 1]
-        if starts != list(range(0, self.num_decodes * self.next_n + 1, self.next_n)):
-            raise ValueError(f"decode requests must have {self.next_n} rows each, they begin at {starts}")
-        return self.decode_row_keys.view(self.num_decodes, self.next_n)
-
-    @property
-    def prefill_seq_lens(self) -> list[int]:
-        """Host lengths of the prefill requests in tokens, upper bounds: the planner's input."""
-        return self._seq_lens[self.num_decodes :]
+        if not self._rows_by_request:
+            raise ValueError("the decode requests of this step do not have next_n rows each")
+        return self.decode_row_keys.view(self.num_decodes, self._rows_by_request)
 
     @property
     def prefill_query_lens(self) -> list[int]:
         """Rows of each prefill request: the planner's input."""
-        starts = self._query_starts[self.num_decodes :]
-        return [end - start for start, end in itertools.pairwise(starts)]
+        return [end - start for start, end in itertools.pairwise(self._query_starts)]
 
     @cached_property
     def chunks(self) -> list[PrefillChunk]:
-        """The chunks in order; together they hold every prefill row once."""
+        """The chunks in order; together they hold every prefill row once. A group without rows has none."""
         buffers = self._held()
-        groups = self._layout.groups
         chunks = []
-        for span in cut_rows(groups, self._query_starts, self._logits_budget):
-            group = groups[span.group]
-            rows = slice(span.token_start, span.token_end)
-            starts = slice(group.request_start + span.group, group.request_end + span.group + 1)
-            keys = slice(group.key_base, group.key_base + group.total_keys)
-            chunks.append(
-                PrefillChunk(
-                    token_start=span.token_start,
-                    token_end=span.token_end,
-                    request_start=group.request_start,
-                    request_end=group.request_end,
-                    cu_seqlen_ks=buffers.cu_seqlen_ks[rows],
-                    cu_seqlen_ke=buffers.cu_seqlen_ke[rows],
-                    key_starts=buffers.key_starts[starts],
-                    key_to_req=buffers.key_to_req[keys],
-                    total_keys=group.total_keys,
-                    skip_kv_gather=span.skip_kv_gather,
+        for number, group in enumerate(self._groups):
+            request_start, request_end, first, last, base, total = group
+            if first == last:
+                continue
+            size = rows_a_chunk(group, self._logits_budget)
+            starts = buffers.key_starts[request_start + number : request_end + number + 1]
+            keys = buffers.key_to_req[base : base + total]
+            bounds = [buffers.cu_seqlen_ks[first:last]], [buffers.cu_seqlen_ke[first:last]]
+            if size < last - first:
+                bounds = bounds[0][0].split(size), bounds[1][0].split(size)
+            for token, ks, ke in zip(range(first, last, size), *bounds, strict=True):
+                end = min(token + size, last)
+                chunks.append(
+                    PrefillChunk(*(token, end, request_start, request_end, ks, ke, starts, keys, total, token > first))
                 )
-            )
         return chunks

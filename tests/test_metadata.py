@@ -27,9 +27,7 @@ def test_random_steps_match_the_step_written_out(backend_name, device, generator
 
 
 def test_a_shorter_step_resets_what_a_longer_one_left(backend_name, device, generator):
-    builder = fenced(
-        IndexerMetadataBuilder(9000, 40, 120_000, next_n=1500, device=device, backend=backend_name)
-    )
+    builder = fenced(IndexerMetadataBuilder(9000, 40, 120_000, next_n=1500, device=device, backend=backend_name))
     for _ in range(6):
         step = random_step(generator, most_reqs=4)
         step.compress_ratio = 1

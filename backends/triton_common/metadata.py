@@ -21,9 +21,7 @@ MAX_PROGRAMS = 2048
 MAX_TAILS = 64
 
 
-@triton.jit(
-    do_not_specialize=["query_start_loc", "out", "num_reqs", "capacity", "pad_value", "splits", "tails"]
-)
+@triton.jit(do_not_specialize=["query_start_loc", "out", "num_reqs", "capacity", "pad_value", "splits", "tails"])
 def _map_kernel(
     query_start_loc,  # int32 [num_reqs + 1]
     out,  # int32 [capacity]
@@ -143,9 +141,7 @@ def _step_kernel(
         prefill = request >= num_decodes
         if prefill:
             words = (w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15)
-            number, first, last, base, limit = _group_of(
-                request, num_reqs, total_keys, table, num_words, words, LANES
-            )
+            number, first, last, base, limit = _group_of(request, num_reqs, total_keys, table, num_words, words, LANES)
             # Exact device lengths before this one's; what the host promised bounds them.
             sums = tl.zeros((LANES,), tl.int32)
             for i in range(first, request, LANES):
@@ -230,11 +226,10 @@ def _step_arguments(layout: StepLayout, buffers: MetadataBuffers) -> tuple[int, 
     num_reqs, capacity = layout.num_reqs, buffers.max_tokens
     total = max(layout.num_tokens, layout.total_keys)
     splits, tails = programs_for(num_reqs, layout.longest, total, capacity - layout.num_tokens)
-    by_value = len(layout.groups) <= INLINE_GROUPS
     return (
         *(num_reqs, layout.num_decodes, layout.compress_ratio, capacity, layout.total_keys),
         *(len(layout.groups), splits, tails),
-        *(layout.words if by_value else layout.words[:INLINE_GROUPS]),
+        *layout.words()[:INLINE_GROUPS],
     )
 
 
