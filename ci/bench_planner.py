@@ -84,9 +84,7 @@ def measure(count: int, rows: int, ratio: int, ranks: int, repeats: int) -> dict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--repeats", type=int, default=200)
     arguments = parser.parse_args()
@@ -96,8 +94,7 @@ def main() -> int:
     results, missed = [], []
     print(f"torch {torch.__version__}, Python {platform.python_version()}, one thread, {platform.machine()}")
     print(
-        f"{'requests':>9}{'rows':>10}{'ratio':>6}{'ranks':>6}{'us':>9}{'quartiles':>18}"
-        f"{'row by row':>12}{'faster':>8}"
+        f"{'requests':>9}{'rows':>10}{'ratio':>6}{'ranks':>6}{'us':>9}{'quartiles':>18}{'row by row':>12}{'faster':>8}"
     )
     for count, rows, speedup, limit in CASES:
         for ratio in (1, 4):

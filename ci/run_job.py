@@ -47,16 +47,12 @@ def judge(reports: list[Path], may_skip: list[str]) -> list[str]:
 
 def main() -> int:
     jobs = load_jobs()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", choices=sorted(jobs), nargs="?")
     parser.add_argument("--list", action="store_true", help="print the jobs as a JSON matrix and stop")
     options = parser.parse_args()
     if options.list or options.job is None:
-        print(
-            json.dumps({"include": [{"name": name, "runs_on": job["runs_on"]} for name, job in jobs.items()]})
-        )
+        print(json.dumps({"include": [{"name": name, "runs_on": job["runs_on"]} for name, job in jobs.items()]}))
         return 0
     job = jobs[options.job]
     with tempfile.TemporaryDirectory() as folder:

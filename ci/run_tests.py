@@ -45,9 +45,7 @@ def runs() -> list[tuple[str, dict[str, str], list[str]]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--workers", default=os.environ.get("PYTEST_WORKERS", str(min(4, os.cpu_count() or 1)))
-    )
+    parser.add_argument("--workers", default=os.environ.get("PYTEST_WORKERS", str(min(4, os.cpu_count() or 1))))
     parser.add_argument("--slow", action="store_true", help="also run the tests marked slow")
     options = parser.parse_args()
     totals = dict.fromkeys(COUNTED, 0)
@@ -77,9 +75,7 @@ def main() -> int:
             check=False,
         )
         print(done.stdout, end="", flush=True)
-        for count, word in re.findall(
-            rf"(\d+) ({'|'.join(COUNTED)})\b", done.stdout.rstrip().rpartition("\n")[2]
-        ):
+        for count, word in re.findall(rf"(\d+) ({'|'.join(COUNTED)})\b", done.stdout.rstrip().rpartition("\n")[2]):
             totals[word] += int(count)
         worst = max(worst, done.returncode)
         print(f"--- {name}: exit {done.returncode}, {time.monotonic() - begin:.0f} s", flush=True)
