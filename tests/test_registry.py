@@ -36,7 +36,11 @@ def test_cpu_gets_the_reference() -> None:
 
 
 @pytest.mark.parametrize(("device", "name"), [(MI325X, "triton_rocm"), (H200, "triton_cuda")])
-def test_a_gpu_gets_its_own_backend(device: pi.Device, name: str) -> None:
+def test_a_gpu_gets_its_own_backend(device: pi.Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this process had the GPU: what Triton would compile for is the only thing played."""
+    runtime = pytest.importorskip("portable_indexer.backends.triton_common.runtime")
+    monkeypatch.setattr(runtime, "runs_on", lambda device_type: device_type == "cuda")
+    monkeypatch.setattr(runtime, "target", lambda: (device.vendor, device.arch))
     assert pi.resolve(device).name == name
 
 
