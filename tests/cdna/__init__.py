@@ -1,0 +1,1 @@
+"""Executes compiled gfx942 and gfx950 kernels on the CPU with NumPy; see README.md."""
