@@ -1,0 +1,116 @@
+"""The hook into vLLM's ROCm indexer op, ``vllm::rocm_aiter_sparse_attn_indexer``.
+
+Serves the models whose indexer runs it: DeepSeek-V3.2, V4 and V4.1 (its layers without candidate blocks), GLM-5
+to 5.3, and others of that shape, with an fp8 key cache.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from portable_indexer.vllm_plugin.hooks import (
+    Hook,
+    Inactive,
+    attribute,
+    log,
+    names_in,
+    parameters_of,
+    rebind,
+    refuse_second,
+    require_fields,
+    vendor,
+)
+from portable_indexer.vllm_plugin.indexer_op import Form, IndexerOp
+from portable_indexer.vllm_plugin.own_kernels import OwnKernels
+from portable_indexer.vllm_plugin.settings import Settings
+from portable_indexer.vllm_plugin.step import CHUNK_FIELDS, METADATA_FIELDS, PREFILL_FIELDS
+
+OP = "rocm_aiter_sparse_attn_indexer"
+_DEFINED_IN = "vllm.v1.attention.ops.rocm_aiter_mla_sparse"
+_REQUIRED = {
+    "hidden_states",
+    "k_cache_prefix",
+    "kv_cache",
+    "q_fp8",
+    "k",
+    "weights",
+    "topk_tokens",
+    "head_dim",
+    "total_seq_lens",
+    "topk_indices_buffer",
+    "skip_k_cache_insert",
+    "compress_ratio",
+}
+_KNOWN = _REQUIRED | {
+    "quant_block_size",
+    "scale_fmt",
+    "max_model_len",
+    "candidate_blocks",
+    "candidate_block_size",
+    "candidate_write",
+}
+FORM = Form(
+    rows=("hidden_states", "q_fp8", "weights", "topk_indices_buffer"),
+    width=lambda call: int(call["topk_tokens"]),
+    whole=lambda call, metadata: False,
+)
+# A torch.library registration lives as long as its Library object.
+_libraries: list[Any] = []
+
+
+def check_metadata() -> None:
+    """Inactive unless vLLM's metadata has the fields that a step is split by."""
+    from vllm.v1.attention.backends.mla import indexer
+
+    require_fields(attribute(indexer, "DeepseekV32IndexerMetadata"), *METADATA_FIELDS)
+    require_fields(attribute(indexer, "DeepseekV32IndexerPrefillMetadata"), *PREFILL_FIELDS)
+    require_fields(attribute(indexer, "DeepseekV32IndexerPrefillChunkMetadata"), *CHUNK_FIELDS)
+
+
+def stand_aside(function: Any) -> None:
+    """Inactive where the op shards rows by itself."""
+    own = [name for name in names_in(function) if "shard" in name or "all_gatherv" in name]
+    if own:
+        raise Inactive(f"this vLLM's op shards rows by itself ({', '.join(sorted(own))}), and is left to it")
+
+
+def _apply(module: ModuleType, settings: Settings) -> str:
+    import torch
+
+    if vendor(settings) != "rocm":
+        raise Inactive("CUDA builds shard by themselves; the row plan's policy serves them")
+    defined_in = __import__(_DEFINED_IN, fromlist=[OP])
+    original = attribute(module, OP)
+    refuse_second(original)
+    if original is not attribute(defined_in, OP):
+        raise Inactive(f"{module.__name__}.{OP} is not {_DEFINED_IN}.{OP}: somebody else has replaced it")
+    signature = parameters_of(original, _REQUIRED, _KNOWN)
+    stand_aside(original)
+    if not {"num_prefills", "num_decodes", "num_decode_tokens", "chunks"} <= names_in(original):
+        raise Inactive("this vLLM's op does not read the step's metadata in the known way")
+    check_metadata()
+    if not hasattr(torch.ops.vllm, OP):
+        raise Inactive(f"torch.ops.vllm has no {OP}: this build did not register it")
+    own = None
+    if settings.kernels == "ours":
+        try:
+            own = OwnKernels(defined_in)
+        except Inactive as reason:
+            log.warning("portable_indexer, kernels: vLLM's are used: %s", reason)
+    function = IndexerOp(original, signature, FORM, own).function(
+        getattr(defined_in, "eager_break_during_capture", None)
+    )
+    from vllm.platforms import current_platform
+
+    # The op is bound at import of its registrar: only the dispatcher's entry counts, the names are for callers
+    # that take the Python function itself.
+    library = torch.library.Library("vllm", "IMPL")
+    library.impl(OP, function, current_platform.dispatch_key, allow_override=True)
+    _libraries.append(library)
+    rebind(original, function)
+    who = "this package's kernels" if own is not None else "vLLM's kernels"
+    return f"prefill rows are sharded and exchanged, scored and selected by {who}"
+
+
+HOOK = Hook("ROCm indexer op", "vllm._aiter_ops", _apply)
