@@ -60,6 +60,27 @@ class Step:
             for seq_len, query_len in zip(self.prefill_seq_lens, self.prefill_query_lens, strict=True)
         )
 
+    def shard_pairs(self, sizes: Sequence[int], compress_ratio: int = 1) -> list[int]:
+        """Key-row pairs of each shard, where the prefill rows are cut into consecutive shards of `sizes` rows.
+
+        Raises ValueError where the sizes are not exactly the step's prefill rows.
+        """
+        if sum(sizes) != self.num_prefill_rows or min(sizes, default=0) < 0:
+            raise ValueError(f"sizes must sum to the step's {self.num_prefill_rows} prefill rows, got {sizes}")
+        pairs = [0] * len(sizes)
+        chunks = iter(zip(self.prefill_seq_lens, self.prefill_query_lens, strict=True))
+        first = left = 0  # keys before the chunk's next row, and its rows not yet in a shard
+        for rank, size in enumerate(sizes):
+            while size:
+                if not left:
+                    seq_len, left = next(chunks)
+                    first = seq_len - left
+                    continue
+                rows = min(size, left)
+                pairs[rank] += _floor_sum(first + rows, compress_ratio) - _floor_sum(first, compress_ratio)
+                first, left, size = first + rows, left - rows, size - rows
+        return pairs
+
     def key_row_pairs(self, compress_ratio: int = 1) -> int:
         """Key-row pairs of the whole step, an exact integer."""
         return self.decode_pairs(compress_ratio) + self.prefill_pairs(compress_ratio)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -194,6 +195,25 @@ def test_pairs_against_a_count_row_by_row(decode, prefill, ratio):
     assert step.key_row_pairs(ratio) == decode_pairs + prefill_pairs
     assert step.query_lens == (1,) * len(decode) + tuple(q for _, q in prefill)
     assert step.seq_lens == step.decode_seq_lens + step.prefill_seq_lens
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=5),
+    st.integers(1, 9),
+    st.data(),
+)
+def test_pairs_of_shards_against_a_count_row_by_row(prefill, ratio, data):
+    step = Step(0, (9,), tuple(c + q for c, q in prefill), tuple(q for _, q in prefill))
+    costs = [(c + 1 + j) // ratio for c, q in prefill for j in range(q)]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(costs)), max_size=6)))
+    edges = [0, *cuts, len(costs)]
+    sizes = [b - a for a, b in pairwise(edges)]
+    assert step.shard_pairs(sizes, ratio) == [sum(costs[a:b]) for a, b in pairwise(edges)]
+    with pytest.raises(ValueError, match="prefill rows"):
+        step.shard_pairs([*sizes, 1], ratio)
+    with pytest.raises(ValueError, match="prefill rows"):
+        step.shard_pairs([len(costs) + 1, -1], ratio)
 
 
 def test_pairs_stay_exact_beyond_float():
