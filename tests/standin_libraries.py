@@ -172,12 +172,12 @@ def build(node: Node, folder: Path) -> dict[str, str]:
     """Compile the node's library under `folder`; returns the environment in which a binding finds it."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        pytest.skip("no C compiler here to build the stand-in library")
+        pytest.skip("no C compiler to build the stand-in library")
     amd = node.vendor == "amd"
     package = "amdsmi" if amd else "pynvml"
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        pytest.skip(f"the package behind {package} is not installed")
+        pytest.skip(f"the stand-in library needs the package {package}")
     if amd:
         text = Path(spec.origin).with_name("amdsmi_wrapper.py").read_text()
         wanted = set(re.findall(r"_libraries\['libamd_smi\.so'\]\.(\w+)", text))
@@ -192,13 +192,9 @@ def build(node: Node, folder: Path) -> dict[str, str]:
         unsupported = 3
     assert len(wanted) > 100, "the binding no longer names its symbols the way this reads them"
     for symbol in (*node.not_supported, *node.leave_out):
-        body = re.sub(
-            rf"(?m)^(int|const char \*) ?{symbol}\((?:.|\n)*?\}}\n(?=int|static|const|\Z)", "", body
-        )
+        body = re.sub(rf"(?m)^(int|const char \*) ?{symbol}\((?:.|\n)*?\}}\n(?=int|static|const|\Z)", "", body)
     answered = set(re.findall(r"(?m)^(?:int|const char \*) ?(\w+)\(", body))
-    stubs = "\n".join(
-        f"int {s}() {{ return {unsupported}; }}" for s in sorted(wanted - answered - set(node.leave_out))
-    )
+    stubs = "\n".join(f"int {s}() {{ return {unsupported}; }}" for s in sorted(wanted - answered - set(node.leave_out)))
     source = f"{header}\nstatic gpu gpus[] = {{ {entries} }};\n{body}\n{stubs}\n"
     name.parent.mkdir(parents=True, exist_ok=True)
     (folder / "library.c").write_text(source)

@@ -16,7 +16,11 @@ from portable_indexer._products import PRODUCTS, arch_facts, arch_of, identify
 from portable_indexer.device import CPU, Device, Facts, detect, device_of
 
 GiB = 1 << 30
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what detect() does without a GPU")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 # D02 D04
@@ -30,14 +34,12 @@ def test_import_touches_no_library_and_no_gpu() -> None:
         assert detect().vendor == "cpu", detect()
         assert device_of("mi325x").fp8 == "fnuz"
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "" and done.stderr == ""
 
 
-@on_cpu
+@pytest.mark.usefixtures("no_gpu")
 def test_a_machine_without_a_gpu_is_a_cpu_and_nothing_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="portable_indexer"):
         found = detect()
@@ -52,7 +54,7 @@ def test_a_cpu_tensor_is_on_the_cpu_wherever_a_gpu_is() -> None:
     assert detect(torch.empty(0).device) == CPU
 
 
-@on_cpu
+@pytest.mark.usefixtures("no_gpu")
 def test_asking_is_quick() -> None:
     device_module.forget()
     start = time.perf_counter()

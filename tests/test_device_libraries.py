@@ -45,10 +45,7 @@ def mi325x_node() -> Node:
         )
         for i, s in enumerate(serials)
     ]
-    torch = [
-        amd_torch(serials[i], 304, 256 * GiB - 16 * (1 << 20), "gfx942", "AMD Radeon Graphics")
-        for i in (5, 2)
-    ]
+    torch = [amd_torch(serials[i], 304, 256 * GiB - 16 * (1 << 20), "gfx942", "AMD Radeon Graphics") for i in (5, 2)]
     return Node("amd", gpus, torch, "7.0.51831")
 
 
@@ -131,9 +128,7 @@ def test_mi300x_partition_inherits_the_cards_mode(tmp_path: Path) -> None:
 
 def test_partitions_that_hide_their_uuid_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
     node = replace(cpx_node(), not_supported=("amdsmi_get_gpu_enumeration_info",))
-    node.torch = [
-        {**values, "pci_domain_id": 0, "pci_bus_id": 0x0C, "pci_device_id": 0} for values in node.torch
-    ]
+    node.torch = [{**values, "pci_domain_id": 0, "pci_bus_id": 0x0C, "pci_device_id": 0} for values in node.torch]
     seen = look(node, tmp_path)
     # The shared serial of eight partitions names none of them; the card's address names the card.
     assert (seen.device["product"], seen.device["partition"]) == ("mi300x", "CPX/NPS4")
@@ -214,9 +209,7 @@ def test_amdsmi_with_a_symbol_that_the_library_lacks(tmp_path: Path) -> None:
     seen = look(replace(mi325x_node(), leave_out=("amdsmi_reset_gpu",)), tmp_path)
     assert_torch_alone(seen.device)
     assert len(seen.warnings) == 1
-    assert (
-        "undefined symbol: amdsmi_reset_gpu" in seen.warnings[0] and "not be above ROCm's" in seen.warnings[0]
-    )
+    assert "undefined symbol: amdsmi_reset_gpu" in seen.warnings[0] and "not be above ROCm's" in seen.warnings[0]
 
 
 # D02
@@ -225,9 +218,7 @@ def test_amdsmi_without_a_library_that_loads(tmp_path: Path, content: bytes | No
     if content is not None:
         (tmp_path / "lib").mkdir()
         (tmp_path / "lib" / "libamd_smi.so").write_bytes(content)
-    pytest.importorskip("importlib.util").find_spec("amdsmi") or pytest.skip(
-        "the package amdsmi is not installed"
-    )
+    pytest.importorskip("importlib.util").find_spec("amdsmi") or pytest.skip("the package amdsmi is not installed")
     seen = look(
         mi325x_node(),
         tmp_path,

@@ -52,10 +52,16 @@ def finding(report: dict, words: str) -> dict:  # type: ignore[type-arg]
     return found[0]
 
 
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what doctor does where torch sees no GPU")
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch as a build for the CPU sees the node."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "cuda", None)
 
 
-@no_gpu
+@pytest.mark.usefixtures("no_gpu")
 def test_a_machine_without_a_gpu_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     code, report = doctor(capsys)
     assert (code, report["ok"], report["self_test"]) == (0, True, "passed")
@@ -68,7 +74,7 @@ def test_a_machine_without_a_gpu_is_ready(capsys: pytest.CaptureFixture[str]) ->
 
 
 # K05 K07
-@no_gpu
+@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(("device", "build"), [(MI325X, "ROCm"), (H200, "CUDA")])
 def test_a_torch_that_cannot_drive_the_nodes_gpus(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, device: tuple[str, int, int], build: str
@@ -210,6 +216,7 @@ def test_a_gpu_that_only_the_reference_serves_is_not_ready(
 
 
 @pytest.mark.parametrize("outcome", ["wrong", "failed"])
+@pytest.mark.usefixtures("no_gpu")
 def test_a_backend_that_computes_wrongly_is_not_ready(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, outcome: str
 ) -> None:

@@ -136,10 +136,8 @@ def test_bad_traces_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("name", ["mooncake_conversation_first3000.jsonl", "azure_llm_code_first4000.csv"])
-def test_real_traces(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    trace = Path(__file__).resolve().parents[2] / "shared" / "traces" / name
-    if not trace.exists():
-        pytest.skip("the traces are not beside this checkout")
+def test_real_traces(capsys: pytest.CaptureFixture[str], traces: Path, name: str) -> None:
+    trace = traces / name
     report = replay(capsys, str(trace), "--device", "h200", "--tp", "4", "--limit", "300")
     (outcome,) = report["outcomes"]
     assert report["requests"] == 300 and 0 < outcome["sharded_steps"] <= outcome["steps"]

@@ -333,10 +333,13 @@ def test_tune_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert content == report["content"] == store.check(content, str(path))
     assert {entry["source"] for entry in content["numbers"].values()} == {"measured"}
     run = content["runs"][content["numbers"]["score_flops"]["run"]]
-    assert run["versions"]["torch"] and run["date"] and run["error"]["shapes"] == 6
+    assert run["versions"]["torch"] and run["date"]
+    assert (run["error"]["shapes"], run["error"]["seen_by_the_fit"]) == (2, False)
     found = tuning_for(device_of("cpu"))
     assert found.origin == str(path) and [entry.ranks for entry in found.costs.exchange] == [2]
     assert len(report["samples"]) == 3 * 3 * 2
+    shares = [abs(predicted / measured - 1) for *_, measured, predicted in report["unseen"]]
+    assert run["error"]["worst"] == pytest.approx(max(shares), rel=0.01)
 
 
 def test_tune_says_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

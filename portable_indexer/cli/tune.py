@@ -6,12 +6,19 @@ import argparse
 import json
 import platform
 import sys
+from collections.abc import Callable, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from portable_indexer.cli._bar import Bar
+
+if TYPE_CHECKING:
+    from portable_indexer.cli._processes import Meeting
+    from portable_indexer.tuning.costs import Costs
+    from portable_indexer.tuning.fit import Sample
+    from portable_indexer.tuning.ranks import Timings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="numbers of ranks whose exchange is measured, each rank a process with its own GPU "
         "(default: 2, 4, 8 as far as there are GPUs; none: leave the exchange out)",
     )
-    parser.add_argument(
-        "--budget", type=float, default=0.2, help="seconds for each timed call (default: 0.2)"
-    )
+    parser.add_argument("--budget", type=float, default=0.2, help="seconds for each timed call (default: 0.2)")
     parser.add_argument("--shapes", help="ROWSxKEYS,... instead of the usual shapes")
     parser.add_argument("--out", type=Path, help="file to write (default: the user's tuning file)")
     parser.add_argument("--dry-run", action="store_true", help="measure and print, write nothing")
@@ -45,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from portable_indexer.device import detect
     from portable_indexer.tuning import TuningError, store
     from portable_indexer.tuning.fit import error_of, fit
-    from portable_indexer.tuning.measure import CPU_SHAPES, GPU_SHAPES, compute_samples
+    from portable_indexer.tuning.measure import CPU_SHAPES, CPU_UNSEEN, GPU_SHAPES, GPU_UNSEEN, compute_samples
 
     device = detect()
     where = torch.device("cuda", device.index or 0) if device.is_gpu else torch.device("cpu")
@@ -59,25 +64,32 @@ def run(args: argparse.Namespace) -> int:
         print("portable-indexer tune: no home folder to write to; give --out FILE", file=sys.stderr)
         return 1
     ranks = _ranks(args.tp, device.is_gpu)
-    samples = []
-    with Bar(3 * len(shapes) * len(args.heads) + len(ranks), "measuring", quiet=args.quiet) as bar:
+    samples: list[Sample] = []
+    unseen: list[Sample] = []
+    checks = GPU_UNSEEN if device.is_gpu else CPU_UNSEEN
+    total = 3 * len(shapes) * len(args.heads) + len(checks) + len(ranks)
+    with Bar(total, "measuring", quiet=args.quiet) as bar:
         topk = args.topk if device.is_gpu else min(args.topk, 16)
         for sample in compute_samples(where, shapes, args.heads, topk, budget_s=args.budget):
             samples.append(sample)
             bar.advance(f"{sample.kind} {sample.rows} rows, H {sample.num_heads}")
+        for rows, keys, heads in checks:
+            unseen += compute_samples(where, [(rows, keys)], [heads], topk, budget_s=args.budget, steps_only=True)
+            bar.advance(f"check {rows} rows, {keys} keys, H {heads}")
         exchange, algorithm = _exchange(ranks, device.is_gpu, topk, bar)
     try:
         costs = fit(samples)
     except ValueError as error:
         print(f"portable-indexer tune: {error}", file=sys.stderr)
         return 1
-    steps = [sample for sample in samples if sample.kind == "step"]
-    off = error_of(costs, steps)
-    content = _content(device, costs, exchange, algorithm, off)
+    off = error_of(costs, unseen or samples)
+    content = _content(device, costs, exchange, algorithm, off, seen=not unseen)
     report: dict[str, Any] = {
         "content": content,
         "path": None if args.dry_run else str(path),
-        "samples": [[s.kind, s.rows, s.pairs, s.num_heads, s.seconds, s.predicted(costs)] for s in samples],
+        "columns": ["kind", "rows", "pairs", "heads", "measured_s", "predicted_s"],
+        "samples": [_line(sample, costs) for sample in samples],
+        "unseen": [_line(sample, costs) for sample in unseen],
     }
     if not args.dry_run and path is not None:
         try:
@@ -88,8 +100,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        _print(device, samples, costs, content, report["path"])
+        _print(device, samples, unseen, costs, content, report["path"])
     return 0
+
+
+def _line(sample: Sample, costs: Costs) -> list[Any]:
+    seconds = float(f"{sample.seconds:.5g}"), float(f"{sample.predicted(costs):.5g}")
+    return [sample.kind, sample.rows, sample.pairs, sample.num_heads, *seconds]
 
 
 def _shapes(text: str) -> list[tuple[int, int]]:
@@ -118,17 +135,15 @@ def _exchange(
     from portable_indexer.tuning.ranks import (
         CPU_ROWS,
         GPU_ROWS,
-        Timings,
         faster_algorithm,
-        measure_in_processes,
     )
 
     found: dict[int, Timings] = {}
     for count in ranks:
         try:
-            found[count] = measure_in_processes(count, on_gpu, GPU_ROWS if on_gpu else CPU_ROWS, width)
-        except RuntimeError as error:
-            print(f"portable-indexer tune: {error}", file=sys.stderr)
+            found[count] = _among(count, on_gpu, GPU_ROWS if on_gpu else CPU_ROWS, width)
+        except (OSError, RuntimeError) as error:
+            print(f"portable-indexer tune: exchange among {count} ranks: {error}", file=sys.stderr)
         bar.advance(f"exchange among {count}")
     if not found:
         return {}, None
@@ -140,8 +155,42 @@ def _exchange(
     return fitted, algorithm
 
 
+def _among(ranks: int, on_gpu: bool, rows: Sequence[int], width: int) -> Timings:
+    """Times of the exchange among processes of this node, each with its own GPU (or gloo on a CPU).
+
+    Raises OSError or RuntimeError, with the rank that failed and why; no process is left then.
+    """
+    from portable_indexer.cli._processes import run_ranks
+
+    group = "cuda:nccl" if on_gpu else "gloo"
+    for _, timings in run_ranks(_one_rank, ranks, (on_gpu, tuple(rows), width), group=group, timeout_s=120.0):
+        found: Timings = timings
+        return found
+    raise RuntimeError("no rank reported")
+
+
+def _one_rank(meeting: Meeting, tell: Callable[[Any], None], argument: tuple[bool, tuple[int, ...], int]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from portable_indexer.tuning.ranks import exchange_samples
+
+    on_gpu, rows, width = argument
+    where = torch.device("cuda", meeting.rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(where)
+        meeting.init(where)
+    else:
+        torch.set_num_threads(1)
+        meeting.init()
+    found = exchange_samples(where, rows, width, rounds=20 if on_gpu else 3)
+    if meeting.rank == 0:
+        tell(found)
+    dist.destroy_process_group()
+
+
 def _content(
-    device: Any, costs: Any, exchange: dict[int, tuple[float, float]], algorithm: str | None, error: Any
+    device: Any, costs: Any, exchange: dict[int, tuple[float, float]], algorithm: str | None, error: Any, seen: bool
 ) -> dict[str, Any]:
     """The tuning file."""
     today = date.today().isoformat()
@@ -176,7 +225,7 @@ def _content(
                 "versions": _versions(device),
                 "error": {
                     "shapes": error.shapes,
-                    "seen_by_the_fit": True,
+                    "seen_by_the_fit": seen,
                     "median": round(error.median, 4),
                     "worst": round(error.worst, 4),
                 },
@@ -197,15 +246,23 @@ def _versions(device: Any) -> dict[str, str | None]:
     return {**found, "driver": device.driver, "runtime": device.runtime}
 
 
-def _print(device: Any, samples: list[Any], costs: Any, content: dict[str, Any], path: str | None) -> None:
+def _print(
+    device: Any,
+    samples: list[Sample],
+    unseen: list[Sample],
+    costs: Costs,
+    content: dict[str, Any],
+    path: str | None,
+) -> None:
     print(f"{device.name or device.arch} ({device.arch}, {device.units or '?'} units)")
-    print(f"{'what':>7} {'rows':>7} {'pairs':>15} {'H':>4} {'measured':>12} {'fitted':>12}")
-    for s in samples:
-        line = f"{s.kind:>7} {s.rows:7,} {s.pairs:15,} {s.num_heads:4}"
-        print(f"{line} {s.seconds * 1e3:9.3f} ms {s.predicted(costs) * 1e3:9.3f} ms")
+    for title, group in (("fitted", samples), ("predicted for shapes that the fit did not see", unseen)):
+        print(f"{'what':>7} {'rows':>7} {'pairs':>15} {'H':>4} {'measured':>12}   {title}")
+        for s in group:
+            line = f"{s.kind:>7} {s.rows:7,} {s.pairs:15,} {s.num_heads:4}"
+            share = s.predicted(costs) / s.seconds - 1
+            print(f"{line} {s.seconds * 1e3:9.3f} ms {s.predicted(costs) * 1e3:9.3f} ms {share:+7.1%}")
     for name, number in content["numbers"].items():
         print(f"  {name} = {number['value']:.4g}")
-    run = next(iter(content["runs"].values()))
-    off = run["error"]
-    print(f"fitted step times are off by {off['median']:.1%} in the median, {off['worst']:.1%} at worst")
+    off = next(iter(content["runs"].values()))["error"]
+    print(f"predicted step times are off by {off['median']:.1%} in the median, {off['worst']:.1%} at worst")
     print(f"written: {path}" if path else "nothing was written (--dry-run)")

@@ -67,7 +67,7 @@ def packaged(name: str) -> Tuning | None:
 
 @functools.cache
 def _packaged(name: str) -> Tuning | None:
-    path = resources.files(__package__).joinpath(f"{name}.json")
+    path = resources.files("portable_indexer.tuning").joinpath(f"{name}.json")
     if not path.is_file():
         return None
     content = check(read(path.read_text(encoding="utf-8"), str(path)), str(path))

@@ -88,9 +88,7 @@ def fit(samples: Sequence[Sample]) -> Costs:
             answer = torch.linalg.lstsq(part, wanted, driver="gelsd").solution
             loss = float((part @ answer - wanted).square().sum())
             values = answer[:, 0] / scale[columns]
-            good = all(
-                v > 0 if i in _MANDATORY else v >= 0 for i, v in zip(columns, values.tolist(), strict=True)
-            )
+            good = all(v > 0 if i in _MANDATORY else v >= 0 for i, v in zip(columns, values.tolist(), strict=True))
             if good and (best is None or loss < best[0]):
                 full = [0.0] * matrix.shape[1]
                 for column, value in zip(columns, values.tolist(), strict=True):

@@ -31,6 +31,22 @@ GPU_SHAPES = (
     (1_024, 1_048_576),
 )
 CPU_SHAPES = ((8, 64), (16, 256), (64, 128))
+# Rows x keys x heads that the fit does not see: the model's error is measured on them.
+GPU_UNSEEN = (
+    (384, 6_000, 64),
+    (768, 12_288, 32),
+    (1_536, 3_072, 64),
+    (3_072, 24_576, 32),
+    (6_144, 6_144, 64),
+    (8_192, 16_384, 64),
+    (8_192, 65_536, 32),
+    (4_096, 49_152, 64),
+    (1_024, 200_000, 64),
+    (320, 400_000, 32),
+    (256, 900_000, 64),
+    (2_048, 1_000_000, 32),
+)
+CPU_UNSEEN = ((12, 96, 4), (32, 200, 2))
 
 
 @dataclass(frozen=True)
@@ -50,9 +66,7 @@ class Step:
         return Step(self.q[:rows], self.kv, self.weights[:rows], self.ks[:rows], self.ke[:rows], pairs)
 
 
-def make_step(
-    rows: int, keys: int, num_heads: int, head_dim: int, where: torch.device, seed: int = 0
-) -> Step:
+def make_step(rows: int, keys: int, num_heads: int, head_dim: int, where: torch.device, seed: int = 0) -> Step:
     """Random operands on a device, in the encoding that it multiplies natively."""
     import torch
 
@@ -118,7 +132,7 @@ def compute_samples(
     budget_s: float = 0.2,
     steps_only: bool = False,
 ) -> Iterator[Sample]:
-    """Times of scoring, selection and the whole step for each shape (rows, keys) and head count.
+    """Times of scoring, selection and the whole step (or of the step alone) for each (rows, keys) and head count.
 
     Scoring and selection alone are timed on as many of the rows as one logits budget holds, as in a step.
     Shapes that do not fit into the device's free memory are left out.

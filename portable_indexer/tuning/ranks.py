@@ -1,14 +1,10 @@
-"""Times of the exchange among several ranks, each a process with its own device (or gloo on a CPU)."""
+"""Times of the exchange among the ranks of a process group."""
 
 from __future__ import annotations
 
-import os
-import socket
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -44,9 +40,7 @@ def exchange_samples(where: torch.device, rows: Sequence[int], width: int, round
     for algorithm in ALGORITHMS:
         found[algorithm] = []
         for count in rows:
-            for kind, sizes in enumerate(
-                ([len(range(r, count, ranks)) for r in range(ranks)], uneven(count, ranks))
-            ):
+            for kind, sizes in enumerate(([len(range(r, count, ranks)) for r in range(ranks)], uneven(count, ranks))):
                 buffer = torch.zeros(count, width, dtype=torch.int32, device=where)
                 need = staging_bytes(count, width, ranks, algorithm) // 4
                 staging = torch.empty(max(need, 1), dtype=torch.int32, device=where)
@@ -78,53 +72,3 @@ def faster_algorithm(measured: Iterable[Timings]) -> str:
             for name, entry in zip(uneven_ones, same_size, strict=True):
                 totals[name] = totals.get(name, 0.0) + entry["seconds"] / least
     return min(totals, key=lambda name: totals[name])
-
-
-def measure_in_processes(ranks: int, on_gpu: bool, rows: Sequence[int], width: int) -> Timings:
-    """Start `ranks` processes of this machine, one for each device, and return rank 0's `exchange_samples`.
-
-    Raises:
-        RuntimeError: if a process failed; its own message is in it.
-    """
-    import json
-
-    from torch.multiprocessing.spawn import spawn
-
-    with tempfile.TemporaryDirectory(prefix="portable-indexer-") as folder:
-        answer = Path(folder) / "answer.json"
-        try:
-            arguments = (ranks, _free_port(), on_gpu, tuple(rows), width, str(answer))
-            spawn(_rank, arguments, nprocs=ranks)
-        except Exception as error:
-            raise RuntimeError(f"measuring the exchange among {ranks} ranks failed: {error}") from error
-        result: Timings = json.loads(answer.read_text(encoding="utf-8"))
-        return result
-
-
-def _rank(
-    rank: int, ranks: int, port: int, on_gpu: bool, rows: tuple[int, ...], width: int, answer: str
-) -> None:
-    import json
-
-    import torch
-    import torch.distributed as dist
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    where = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(where)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=ranks)
-    try:
-        found = exchange_samples(where, rows, width, rounds=20 if on_gpu else 3)
-    finally:
-        dist.destroy_process_group()
-    if rank == 0:
-        Path(answer).write_text(json.dumps(found), encoding="utf-8")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -80,11 +80,7 @@ def check(content: Any, where: str) -> dict[str, Any]:
         _number(entry, where, f"numbers.{name}", runs, bool(positive) or name.endswith(".bandwidth"))
         if match and int(match[1]) < 2:
             raise TuningError(f"{where}: numbers.{name}: an exchange needs at least 2 ranks")
-        if (
-            match
-            and f"exchange.{match[1]}.{'bandwidth' if match[2] == 'latency_s' else 'latency_s'}"
-            not in numbers
-        ):
+        if match and f"exchange.{match[1]}.{'bandwidth' if match[2] == 'latency_s' else 'latency_s'}" not in numbers:
             raise TuningError(f"{where}: numbers.{name} lacks its other half {_other_half(match)}")
     missing = [name for name in REQUIRED if name not in numbers]
     if missing:
@@ -137,9 +133,7 @@ def _number(entry: Any, where: str, name: str, runs: Mapping[str, Any], positive
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise TuningError(f"{where}: {name}.value must be a finite number, got {value!r}")
     if value < 0 or (positive and value == 0):
-        raise TuningError(
-            f"{where}: {name}.value must be {'above' if positive else 'at least'} 0, got {value!r}"
-        )
+        raise TuningError(f"{where}: {name}.value must be {'above' if positive else 'at least'} 0, got {value!r}")
     _source(entry, where, name, runs)
 
 
