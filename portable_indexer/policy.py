@@ -135,7 +135,7 @@ class ShardPolicy:
         return Estimate(replicated, own + exchange, exchange)
 
     def break_even_rows(self, tp_size: int, context: int = 0) -> int | None:
-        """The fewest prefill rows that "decide" shards, None where not even a million are.
+        """The fewest prefill rows that `decide` shards, None where not even a million are.
 
         Args:
             tp_size: ranks.
@@ -146,7 +146,7 @@ class ShardPolicy:
             keys = max(context, rows)
             return self.decide(rows=rows, pairs=rows * (2 * keys - rows + 1) // 2, tp_size=tp_size)
 
-        # The saving grows with the rows, so the first power of two that is sharded brackets the answer.
+        # Few rows never pay for the exchange's latency: the first power of two that is sharded is an upper bound.
         high = next((1 << bits for bits in range(21) if chosen(1 << bits)), None)
         if high is None or high == 1:
             return high
