@@ -20,6 +20,8 @@ from portable_indexer.sharding import PrefillRowShard, balanced_prefill_row_shar
 from portable_indexer.workspace import Workspace
 
 SENTINEL = -7
+# Torch 2.13 renamed it.
+EVEN = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 def wanted_ids(seed: int, rows: int, width: int) -> torch.Tensor:
@@ -140,7 +142,7 @@ def self_tested(rank: int, world: int) -> None:
 
 def self_test_of_a_wrong_library(rank: int, world: int) -> str:
     """One rank's library loses a row: all ranks must be told, with the rank and the algorithm."""
-    real = dist.all_gather_into_tensor
+    real = getattr(dist, EVEN)
 
     def loses_a_row(output: torch.Tensor, own: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         work = real(output, own, *arguments, **options)
@@ -149,7 +151,7 @@ def self_test_of_a_wrong_library(rank: int, world: int) -> str:
         return work
 
     if rank == 1:
-        dist.all_gather_into_tensor = loses_a_row
+        setattr(dist, EVEN, loses_a_row)
     with pytest.raises(RuntimeError) as caught:
         self_test(torch.device("cpu"))
     return str(caught.value)

@@ -17,6 +17,8 @@ from portable_indexer.sharding import PrefillRowShard
 
 CHECK = {"PORTABLE_INDEXER_CHECK": "1"}
 TIMEOUT = 8.0
+# Torch 2.13 renamed it.
+EVEN = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 def differing(rank: int, world: int, mine: list[dict[str, Any]]) -> str:
@@ -115,7 +117,7 @@ def logs_before(rank: int, world: int) -> list[str]:
     import logging
 
     order: list[str] = []
-    real = dist.all_gather_into_tensor
+    real = getattr(dist, EVEN)
 
     class Notes(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -126,7 +128,7 @@ def logs_before(rank: int, world: int) -> list[str]:
         return real(*arguments, **options)
 
     logging.getLogger("portable_indexer").addHandler(Notes())
-    dist.all_gather_into_tensor = noted
+    setattr(dist, EVEN, noted)
     with pytest.raises((KeyError, ExchangeError)), failure_reported(None):
         if rank == 1:
             raise KeyError("layer 7")

@@ -61,9 +61,7 @@ def agree(policy: PolicyT, group: ProcessGroup | None = None, *, arch: str | Non
         facts["error"] = f"{type(error).__name__}: {error}"
     answers: list[Any] = [None] * member.size()
     dist.all_gather_object(answers, facts, group=member)
-    differences = [
-        f"rank {r} failed: {answer['error']}" for r, answer in enumerate(answers) if "error" in answer
-    ]
+    differences = [f"rank {r} failed: {answer['error']}" for r, answer in enumerate(answers) if "error" in answer]
     for name in answers[0] if not differences else ():
         for value in dict.fromkeys(answer[name] for answer in answers):
             ranks = [r for r, answer in enumerate(answers) if answer[name] == value]

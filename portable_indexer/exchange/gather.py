@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from portable_indexer._checks import check_integer, check_output, describe
-from portable_indexer.exchange.groups import backend_for, capturing, resolve_group
+from portable_indexer.exchange.groups import all_gather_even, backend_for, capturing, resolve_group
 from portable_indexer.exchange.records import OK, checking, failure_reported, swap_records
 
 if TYPE_CHECKING:
@@ -136,16 +136,12 @@ def make_plan(
 ) -> Plan:
     """Check everything; raise before any collective."""
     if torch.version.hip is not None and capturing():
-        raise RuntimeError(
-            "all_gatherv must not be captured in a HIP graph: leave the exchange outside the graph"
-        )
+        raise RuntimeError("all_gatherv must not be captured in a HIP graph: leave the exchange outside the graph")
     check_output("buffer", buffer)
     if buffer.dtype != torch.int32:
         raise TypeError(f"buffer must be torch.int32, got {describe(buffer)}")
     if isinstance(sizes, torch.Tensor):
-        raise TypeError(
-            f"sizes must be a sequence of host integers (a tensor may force a sync), got {describe(sizes)}"
-        )
+        raise TypeError(f"sizes must be a sequence of host integers (a tensor may force a sync), got {describe(sizes)}")
     counts = tuple(check_integer(f"sizes[{i}]", size) for i, size in enumerate(sizes))
     if min(counts, default=-1) < 0:
         raise ValueError(f"sizes must hold one count of at least 0 for each rank, got {list(counts)}")
@@ -194,7 +190,7 @@ def _gather_views(plan: Plan, flat: torch.Tensor) -> None:
     own = views[plan.rank]
     if plan.even and (plan.backend == "nccl" or plan.algorithm == "padded"):
         # The list form below would allocate a flat copy for views of one length.
-        dist.all_gather_into_tensor(flat, own, group=plan.group)
+        all_gather_even(flat, own, plan.group)
     elif plan.backend == "nccl":
         dist.all_gather(list(views), own, group=plan.group)
     else:
@@ -217,7 +213,7 @@ def _gather_padded(plan: Plan, staging: torch.Tensor) -> None:
             parts.append(plan.rows[offset + min(first, size) : offset + min(first + block, size)])
             offset += size
         blocks[plan.rank, : len(parts[plan.rank])].copy_(parts[plan.rank])
-        dist.all_gather_into_tensor(flat, blocks[plan.rank].view(-1), group=plan.group)
+        all_gather_even(flat, blocks[plan.rank].view(-1), plan.group)
         for source, part in enumerate(parts):
             if source != plan.rank and len(part):
                 part.copy_(blocks[source, : len(part)])

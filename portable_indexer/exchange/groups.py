@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,7 @@ def member_of(group: ProcessGroup | None) -> tuple[ProcessGroup, int]:
         raise ValueError(f"group must be a process group that this process belongs to, got {member!r}")
     rank = dist.get_rank(member)
     if rank < 0:
-        raise ValueError(
-            "group must be a process group that this process belongs to, got one that it is not in"
-        )
+        raise ValueError("group must be a process group that this process belongs to, got one that it is not in")
     return member, rank
 
 
@@ -40,9 +38,7 @@ def resolve_group(group: ProcessGroup | None, size: int) -> tuple[ProcessGroup, 
     member, rank = member_of(group)
     if member.size() != size:
         which = "the default group, as none was given," if group is None else "group"
-        raise ValueError(
-            f"{which} must have one rank for each of the {size} sizes, got {member.size()} ranks"
-        )
+        raise ValueError(f"{which} must have one rank for each of the {size} sizes, got {member.size()} ranks")
     return member, rank
 
 
@@ -55,7 +51,11 @@ def backend_for(group: ProcessGroup, device: torch.device) -> str:
     """Name of the backend that moves tensors of this device."""
     found = backends_of(group)
     if device.type not in found:
-        raise ValueError(
-            f"buffer must be on a device type that the group serves ({', '.join(found)}), got {device}"
-        )
+        raise ValueError(f"buffer must be on a device type that the group serves ({', '.join(found)}), got {device}")
     return found[device.type]
+
+
+def all_gather_even(gathered: torch.Tensor, own: torch.Tensor, group: ProcessGroup, *, async_op: bool = False) -> Any:
+    """Even shards into one flat tensor, of which ``own`` may be this rank's part. Torch 2.13 renamed the call."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(gathered, own, group=group, async_op=async_op)

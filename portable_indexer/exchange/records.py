@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from portable_indexer.exchange.groups import backends_of, capturing, member_of
+from portable_indexer.exchange.groups import all_gather_even, backends_of, capturing, member_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,7 +79,7 @@ def swap_records(group: ProcessGroup, status: int, text: str, device: torch.devi
     own = own.to(where)
     everyone = torch.empty(size * _RECORD_BYTES, dtype=torch.uint8, device=where)
     try:
-        work: Any = dist.all_gather_into_tensor(everyone, own, group=group, async_op=True)
+        work = all_gather_even(everyone, own, group, async_op=True)
         if where.type != "cpu":
             _await(work, group, where)
         work.wait()
