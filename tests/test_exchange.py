@@ -302,3 +302,46 @@ def interleaved_groups(rank: int, world: int) -> None:
 
 def test_two_groups_in_turn() -> None:  # X06
     succeeded(run_ranks(interleaved_groups, 4))
+
+
+def layers(rank: int, world: int) -> None:
+    """Layer after layer through one scratch on one stream: nothing of an earlier layer may show."""
+    scratch = Workspace("cpu", staging_bytes(40, 8, world, "padded"))
+    wanted = [wanted_ids(layer, 40, 8) for layer in range(6)]
+    buffers = [torch.full((40, 11), SENTINEL, dtype=torch.int32) for _ in wanted]
+    plans = [[20 + layer, 20 - layer] for layer in range(6)]
+    for layer, (ids, buffer, sizes) in enumerate(zip(wanted, buffers, plans, strict=True)):
+        first = sum(sizes[:rank])
+        buffer[first : first + sizes[rank], :8] = ids[first : first + sizes[rank]]
+        all_gatherv(buffer, sizes, width=8, staging=scratch, algorithm=("grouped", "padded")[layer % 2])
+    for ids, buffer in zip(wanted, buffers, strict=True):
+        assert torch.equal(buffer[:, :8], ids) and (buffer[:, 8:] == SENTINEL).all()
+
+
+def test_one_scratch_for_layer_after_layer() -> None:  # X11
+    succeeded(run_ranks(layers, 2))
+
+
+def plain_ints(rank: int, world: int) -> list[tuple[str, int]]:
+    """What goes over the wire, and no library looked up by name for it."""
+    import ctypes.util
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError(f"a library is looked up: {arguments}")
+
+    ctypes.CDLL = ctypes.util.find_library = refuse  # type: ignore[assignment, misc]
+    sent = []
+    real = dist.broadcast
+
+    def spy(view: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        sent.append((str(view.dtype), view.numel()))
+        return real(view, *arguments, **options)
+
+    dist.broadcast = spy
+    exchange_once(rank, [3, 0, 4], case(width=5, columns=5, pitch=8), 1)
+    return sent
+
+
+def test_ids_travel_as_plain_int32() -> None:  # X15 X16
+    for answer in succeeded(run_ranks(plain_ints, 3)):
+        assert answer.value == [("torch.int32", 15), ("torch.int32", 20)]
