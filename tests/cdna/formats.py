@@ -75,10 +75,11 @@ def encode(values: F32, name: str, saturate: bool) -> NDArray[np.uint8]:
     beyond = (size >= top + step / 2) if finite[-1] % 2 else (size > top + step / 2)
     nan_code = max(nans) if name.endswith("fnuz") else 0x7F
     sign = np.signbit(values).astype(np.int64) << 7
-    code = np.where(beyond & (not saturate), 0x7C if infinities else nan_code, code)
     code = code | sign
     if name.endswith("fnuz"):
         code = np.where((code & 0x7F) == 0, 0, code)  # no negative zero
+    if not saturate:
+        code = np.where(beyond, (0x7C if infinities else nan_code) | sign, code)
     return np.where(np.isnan(values), nan_code, code).astype(np.uint8)
 
 

@@ -23,10 +23,7 @@ LANE = np.arange(LANES)
 def result_index(m: int, n: int):
     """(row, column), each [registers, 64], of every element of the result."""
     register = np.arange(m * n // LANES)[:, None]
-    if m == 32:
-        row = 8 * (register // 4) + 4 * (LANE // 32) + register % 4
-    else:
-        row = 4 * (LANE // 16) + register + 0 * LANE
+    row = 4 * (LANE // m) + register % 4 + (8 * (register // 4) if m == 32 else 0)
     return row, np.broadcast_to(LANE % n, row.shape)
 
 
@@ -89,11 +86,15 @@ def matrix(ins, program):
         if where is None or where.count * 4 != share * size:
             raise UnknownInstruction(f"{ins.name} with operands of another size")
     start = constant(ins.operands[3], "i32" if integer else "f32") if c is None else None
-    if blocks == 1:
-        row, column = result_index(m, n)
-        registers = m * n // LANES
-    else:
-        registers = 4
+    registers = blocks * m * n // LANES
+    row, column = result_index(m, n) if blocks == 1 else (None, None)
+
+    def arrange(product):
+        """[waves, registers, 64] of the matrices' elements."""
+        if blocks == 1:
+            return product[:, row, column]
+        # Lane 4 * block + column holds the column, one register a row.
+        return product.transpose(0, 2, 1, 3).reshape(len(product), 4, LANES)
 
     def operand(b, where, size, decode, transposed):
         words = b.v[where.index : where.index + where.count].transpose(1, 2, 0)  # [waves, 64, words]
@@ -110,11 +111,7 @@ def matrix(ins, program):
         left = operand(b, a, size_a, decode_a, False)
         right = operand(b, b_, size_b, decode_b, True)
         product = left @ right
-        if blocks == 1:
-            product = product[:, row, column]  # [waves, registers, 64]
-        else:  # lane 4 * block + column holds the column, one register a row
-            product = product.transpose(0, 2, 1, 3).reshape(b.count, 4, LANES)
-        product = product.transpose(1, 0, 2)
+        product = arrange(product).transpose(1, 0, 2)
         source = b.vi if integer else b.vf
         old = source[c.index : c.index + registers] if start is None else start
         total = product + old
