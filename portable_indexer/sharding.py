@@ -85,9 +85,7 @@ class PrefillRowShard:
     def __post_init__(self) -> None:
         sizes = tuple(check_integer(f"sizes[{i}]", size) for i, size in enumerate(self.sizes))
         object.__setattr__(self, "sizes", sizes)
-        object.__setattr__(
-            self, "num_decode_tokens", check_integer("num_decode_tokens", self.num_decode_tokens)
-        )
+        object.__setattr__(self, "num_decode_tokens", check_integer("num_decode_tokens", self.num_decode_tokens))
         object.__setattr__(self, "rank", check_integer("rank", self.rank))
         if self.num_decode_tokens < 0:
             raise ValueError(f"num_decode_tokens must be at least 0, got {self.num_decode_tokens}")
@@ -150,9 +148,7 @@ class PrefillRowShard:
                 )
             _, rank = resolve_group(group, len(self.sizes))
             if rank != self.rank:
-                raise ValueError(
-                    f"shard.rank must be {rank}, this process's rank in the group, got {self.rank}"
-                )
+                raise ValueError(f"shard.rank must be {rank}, this process's rank in the group, got {self.rank}")
 
     def run(
         self,
@@ -246,9 +242,7 @@ def balanced_prefill_row_shard(
         raise ValueError(f"min_rows must be None or at least 0, got {min_rows}")
     seqs, queries = _lengths("seq_lens", seq_lens), _lengths("query_lens", query_lens)
     if len(seqs) != len(queries):
-        raise ValueError(
-            f"seq_lens and query_lens must have one entry a request, got {len(seqs)} and {len(queries)}"
-        )
+        raise ValueError(f"seq_lens and query_lens must have one entry a request, got {len(seqs)} and {len(queries)}")
     if ranks < 2:
         return None
     step = _Step(seqs, queries, ratio)
@@ -282,9 +276,7 @@ def _lengths(name: str, value: Lengths) -> Any:
         if value.ndim != 1:
             raise ValueError(f"{name} must have 1 dimension, got {describe(value)}")
         if value.device.type != "cpu":
-            raise ValueError(
-                f"{name} must be on the CPU (a plan reads no device value), got {describe(value)}"
-            )
+            raise ValueError(f"{name} must be on the CPU (a plan reads no device value), got {describe(value)}")
         if numpy is not None and len(value) >= _VECTORISE_FROM and value.dtype is not torch.uint64:
             array = value.numpy().astype(numpy.int64)
             if (least := int(array.min())) < 0:
@@ -292,9 +284,7 @@ def _lengths(name: str, value: Lengths) -> Any:
             return array
         value = value.tolist()
     elif isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise TypeError(
-            f"{name} must be a CPU integer tensor or a sequence of integers, got {type(value).__name__}"
-        )
+        raise TypeError(f"{name} must be a CPU integer tensor or a sequence of integers, got {type(value).__name__}")
     values = list(value)
     if not set(map(type, values)) <= {int}:
         values = [check_integer(f"{name}[{i}]", entry) for i, entry in enumerate(values)]

@@ -5,7 +5,7 @@ by name, and int32 ids travel as they are. Ranks here are ranks in the group, no
 """
 
 from portable_indexer.exchange.agreement import agree, self_test
-from portable_indexer.exchange.gather import ALGORITHMS, Staging, all_gatherv, staging_bytes
+from portable_indexer.exchange.gather import ALGORITHMS, Staging, all_gatherv, chosen_algorithm, staging_bytes
 from portable_indexer.exchange.groups import resolve_group
 from portable_indexer.exchange.records import ExchangeError, failure_reported, report_failure
 
@@ -15,6 +15,7 @@ __all__ = [
     "Staging",
     "agree",
     "all_gatherv",
+    "chosen_algorithm",
     "failure_reported",
     "report_failure",
     "resolve_group",
