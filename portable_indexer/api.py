@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from portable_indexer._checks import check_device, check_float32, check_output, describe
 from portable_indexer.backend import KV, Backend, Problem, check_out_ids
 from portable_indexer.device import detect
+from portable_indexer.exchange import failure_reported
 from portable_indexer.registry import resolve
 from portable_indexer.workspace import Workspace, logits_budget, persistent_workspace
 
@@ -146,21 +148,25 @@ def index_topk(
         TypeError, ValueError: an argument is not as above, the plan does not fit the rows or the
             group, or the workspace is too small; nothing is written then, and no collective entered.
     """
-    problem, k, k_scale = Problem.of_scores("index_topk", q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, topk)
-    rows = problem.num_rows
-    if out is not None:
-        check_out_ids("out", out, rows, topk, q.device)
-    if workspace is not None:
-        if not isinstance(workspace, Workspace):
-            raise TypeError(f"workspace must be a portable_indexer.Workspace, got {type(workspace).__name__}")
-        check_device("workspace", workspace.views(((0,), torch.uint8))[0], q.device)
-    if shard is not None:
-        shard.check(rows, group)
-    chosen = backend_for(problem, backend)
-    if workspace is None:
-        workspace = persistent_workspace(q.device, chosen.workspace_bytes(problem, logits_budget()))
-    if out is None:
-        out = torch.full((rows, topk), -1, dtype=torch.int32, device=q.device)
+    # A rank that refuses its arguments must not leave the others waiting for it.
+    with nullcontext() if shard is None else failure_reported(group):
+        problem, k, k_scale = Problem.of_scores("index_topk", q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, topk)
+        rows = problem.num_rows
+        if out is not None:
+            check_out_ids("out", out, rows, topk, q.device)
+        if workspace is not None:
+            if not isinstance(workspace, Workspace):
+                raise TypeError(f"workspace must be a portable_indexer.Workspace, got {type(workspace).__name__}")
+            check_device("workspace", workspace.views(((0,), torch.uint8))[0], q.device)
+        if shard is not None:
+            shard.check(rows, group)
+        chosen = backend_for(problem, backend)
+        if workspace is None:
+            nbytes = chosen.workspace_bytes(problem, logits_budget())
+            staging = 0 if shard is None else shard.staging_bytes(topk)
+            workspace = persistent_workspace(q.device, max(nbytes, staging))
+        if out is None:
+            out = torch.full((rows, topk), -1, dtype=torch.int32, device=q.device)
     ids = out[:, :topk]
     start, stop = (0, rows) if shard is None else (shard.start, shard.stop)
     own = slice(start, stop)
