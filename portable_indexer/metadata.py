@@ -7,14 +7,13 @@ captured graph replays right after they change. The host's lengths only shape ch
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from portable_indexer._checks import check_device, check_integer, check_layout, describe
+from portable_indexer._checks import check_integer, check_layout, describe
 from portable_indexer.backend import Backend, Problem
 from portable_indexer.chunks import LOGIT_BYTES, KeyGroup, group_requests
 from portable_indexer.device import detect
@@ -38,18 +37,22 @@ HostIntegers = torch.Tensor | Sequence[int]
 
 
 @lru_cache(maxsize=64)
-def _resolved(device: torch.device, backend: str | None, environment: str | None) -> Backend:
+def _backend(device: torch.device, backend: str | None) -> Backend:
+    """The backend of a device, resolved once: a step has no time to ask again."""
     return resolve(detect(device), Problem("token_to_req_indices", device), backend)
 
 
-def _backend(device: torch.device, backend: str | None) -> Backend:
-    return _resolved(device, backend, os.environ.get("PORTABLE_INDEXER_BACKEND"))
-
-
-def _check_int32(name: str, tensor: Any, least: int) -> None:
+def _check_int32(name: str, tensor: Any, least: int, most: int | None, device: torch.device | None) -> None:
+    """Refuse what is no contiguous int32 vector on the device of ``least`` to ``most`` entries."""
+    right = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int32 and tensor.ndim == 1
+    if right and tensor.is_contiguous() and (device is None or tensor.device == device):
+        size = tensor.shape[0]
+        if least <= size and (most is None or size <= most):
+            return
     check_layout(name, tensor, 1)
-    if tensor.dtype != torch.int32 or tensor.shape[0] < least:
-        raise ValueError(f"{name} must be int32 with at least {least} entries, got {describe(tensor)}")
+    sizes = f"[at least {least}]" if most is None else f"[{least}]"
+    where = "" if device is None else f" on {device}"
+    raise ValueError(f"{name} must be int32 {sizes}{where}, got {describe(tensor)}")
 
 
 def token_to_req_indices(
@@ -77,7 +80,7 @@ def token_to_req_indices(
     Raises:
         TypeError, ValueError: an argument is not as above; nothing is written then.
     """
-    _check_int32("query_start_loc", query_start_loc, 1)
+    _check_int32("query_start_loc", query_start_loc, 1, None, None)
     device = query_start_loc.device
     num_tokens = check_integer("num_tokens", num_tokens)
     if not 0 <= num_tokens <= MAX_TOKENS:
@@ -89,10 +92,9 @@ def token_to_req_indices(
     if out is None:
         out = torch.empty(num_tokens, dtype=torch.int32, device=device)
     else:
-        _check_int32("out", out, num_tokens)
-        check_device("out", out, device)
+        _check_int32("out", out, num_tokens, None, device)
     chosen.token_to_req_indices(query_start_loc, out, pad_value)
-    return out[:num_tokens]
+    return out if out.shape[0] == num_tokens else out[:num_tokens]
 
 
 class IndexerMetadataBuilder:
@@ -181,7 +183,8 @@ class IndexerMetadataBuilder:
             RuntimeError: inside graph capture, with more groups of requests than a launch takes by value.
         """
         num_reqs = len(seq_lens_cpu)
-        self._check_device_side(query_start_loc, seq_lens, num_reqs)
+        _check_int32("query_start_loc", query_start_loc, num_reqs + 1, num_reqs + 1, self.device)
+        _check_int32("seq_lens", seq_lens, num_reqs, num_reqs, self.device)
         if len(query_start_loc_cpu) != num_reqs + 1 or num_reqs > self.max_reqs:
             raise ValueError(
                 f"query_start_loc_cpu must have one entry more than seq_lens_cpu, and that at most "
@@ -240,15 +243,6 @@ class IndexerMetadataBuilder:
                 f"to next_n = {self.next_n} rows, got {starts}"
             )
         return 0
-
-    def _check_device_side(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_reqs: int) -> None:
-        inputs = (("query_start_loc", query_start_loc, num_reqs + 1), ("seq_lens", seq_lens, num_reqs))
-        for name, tensor, size in inputs:
-            check_layout(name, tensor, 1)
-            if tensor.dtype != torch.int32 or tensor.shape[0] != size or tensor.device != self.device:
-                raise ValueError(
-                    f"{name} must be int32 [{size}] on {self.device}, as the host's lengths say, got {describe(tensor)}"
-                )
 
 
 def _integers(name: str, values: HostIntegers) -> list[int]:

@@ -45,6 +45,10 @@ class MetadataBuffers:
     def max_tokens(self) -> int:
         return self.token_to_req.shape[0]
 
+    @cached_property
+    def device(self) -> torch.device:
+        return self.token_to_req.device
+
     @staticmethod
     def allocate(max_tokens: int, max_reqs: int, max_keys: int, device: torch.device) -> MetadataBuffers:
         """Zeroed buffers for these capacities."""

@@ -80,25 +80,31 @@ def many_steps(metadata: Any, steps: int) -> None:
 
 
 def same_arguments(driver: RecordingDriver, metadata: Any) -> list[bool]:
-    """Whether a kept kernel's launcher gets what Triton's own launch gives it, for both kernels."""
+    """Whether a kept kernel's launcher gets what Triton's own launch gives it, for both kernels.
+
+    With and without a hook, as a profiler sets it.
+    """
     device = torch.device("cuda", 0)
     torch.cuda.is_current_stream_capturing = lambda: False  # type: ignore[assignment]
     torch.cuda.device = contextlib.nullcontext  # type: ignore[assignment,misc]
     torch.cuda.current_device = lambda: 0
     ints, words = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
     same = []
-    for kept, tensors in ((metadata._MAP, (ints[1:], ints)), (metadata._STEP, (*(ints,) * 8, words))):
-        count = len(kept.function.arg_names) - len(kept._constants) - len(tensors)
-        arguments = (*tensors, *(random.choice((0, 1, 16, 17, 1 << 30)) for _ in range(count)))
-        driver.launches.clear()
-        kept.launch_tensors(40, torch.device("cpu"), arguments)
-        kept.launch_tensors(40, device, arguments)
-        own, direct = driver.launches
-        addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in own[9:]]
-        # The launcher's first nine: grid, stream, function, packed metadata, launch metadata (made anew for
-        # each launch), two hooks.
-        heads = [launch[:6] + launch[7:9] for launch in (own, direct)]
-        same.append(list(direct[9:]) == addresses and heads[0] == heads[1] and direct[:3] == (40, 1, 1))
+    for hook in (None, lambda metadata: None):
+        if hook is not None:
+            triton.knobs.runtime.launch_enter_hook.add(hook)
+        for kept, tensors in ((metadata._MAP, (ints[1:], ints)), (metadata._STEP, (*(ints,) * 8, words))):
+            count = len(kept.function.arg_names) - len(kept._constants) - len(tensors)
+            arguments = (*tensors, *(random.choice((0, 1, 16, 17, 1 << 30)) for _ in range(count)))
+            driver.launches.clear()
+            kept.launch_tensors((40, 3), torch.device("cpu"), *arguments)
+            kept.launch_tensors((40, 3), device, *arguments)
+            own, direct = driver.launches
+            addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in own[9:]]
+            # The first nine: grid, stream, function, packed metadata, launch metadata, two hooks.
+            right = list(direct[9:]) == addresses and direct[:6] == own[:6] and direct[:3] == (40, 3, 1)
+            hooks = own[7:9] if hook is not None else (None, None)
+            same.append(right and direct[7:9] == hooks)
     return same
 
 

@@ -1,11 +1,13 @@
 """Kernels for the token-to-request map and for a step's whole metadata, one launch each.
 
 A program takes one request, or every n-th tile of a long one, and writes what lies within the request's own
-boundaries: a request is found by its number, never searched for. Some further programs fill the tails.
+boundaries: a request is found by its number, never searched for. Some further programs fill the padding.
 No argument is specialised, so each kernel has one variant.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import triton
@@ -14,36 +16,33 @@ import triton.language as tl
 from portable_indexer.backends.triton_common.kept import KeptKernel
 from portable_indexer.step_metadata import INLINE_GROUPS, MetadataBuffers, StepLayout
 
-TILE = 1024
-LANES = 512  # lengths summed at once
-WARPS = 4
+MAP_TILE = 2048
+MAP_WARPS = 4
+STEP_TILE = 512
+STEP_WARPS = 2
+LANES = 256  # lengths summed at once
 MAX_PROGRAMS = 2048
 MAX_TAILS = 64
 
 
-@triton.jit(do_not_specialize=["query_start_loc", "out", "num_reqs", "capacity", "pad_value", "splits", "tails"])
+@triton.jit(do_not_specialize=["query_start_loc", "out", "num_reqs", "capacity", "pad_value"])
 def _map_kernel(
     query_start_loc,  # int32 [num_reqs + 1]
     out,  # int32 [capacity]
     num_reqs: tl.int32,
     capacity: tl.int32,
     pad_value: tl.int32,
-    splits: tl.int32,  # programs of each request
-    tails: tl.int32,  # programs of the padding
     TILE: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    body = num_reqs * splits
-    in_body = program < body
-    request = tl.where(in_body, program // splits, num_reqs)
+    # Programs [num_reqs + 1, parts of each span]; the last span is the padding.
+    request = tl.program_id(0)
     start = tl.load(query_start_loc + request)
     end = tl.load(query_start_loc + tl.minimum(request + 1, num_reqs))
-    part = tl.where(in_body, program % splits, program - body)
-    stride = tl.where(in_body, splits, tails) * TILE
-    end = tl.where(in_body, tl.minimum(end, capacity), capacity)
-    value = tl.where(in_body, request, pad_value)
+    padding = request == num_reqs
+    end = tl.where(padding, capacity, tl.minimum(end, capacity))
+    value = tl.where(padding, pad_value, request)
     lane = tl.arange(0, TILE)
-    for tile in range(start + part * TILE, end, stride):
+    for tile in range(start + tl.program_id(1) * TILE, end, tl.num_programs(1) * TILE):
         token = tile + lane
         tl.store(out + token, tl.zeros_like(token) + value, token < end)
 
@@ -86,7 +85,7 @@ def _group_of(request, num_reqs, total_keys, table, num_words, words, TABLE: tl.
     do_not_specialize=[
         *("query_start_loc", "seq_lens", "token_to_req", "cu_seqlen_ks", "cu_seqlen_ke", "row_keys"),
         *("key_to_req", "key_starts", "table", "num_reqs", "num_decodes", "ratio", "capacity", "total_keys"),
-        *("num_words", "splits", "tails", *(f"w{i}" for i in range(INLINE_GROUPS))),
+        *("num_words", *(f"w{i}" for i in range(INLINE_GROUPS))),
     ]
 )
 def _step_kernel(
@@ -105,8 +104,6 @@ def _step_kernel(
     capacity: tl.int32,
     total_keys: tl.int32,
     num_words: tl.int32,
-    splits: tl.int32,  # programs of each request
-    tails: tl.int32,  # programs of the padding
     w0: tl.int64,
     w1: tl.int64,
     w2: tl.int64,
@@ -126,13 +123,12 @@ def _step_kernel(
     TILE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    body = num_reqs * splits
+    # Programs [num_reqs + some for the padding, parts of each request].
+    request = tl.program_id(0)
+    part = tl.program_id(1)
     lane = tl.arange(0, TILE)
-    if program < body:
-        request = program // splits
-        part = program % splits
-        step = splits * TILE
+    if request < num_reqs:
+        step = tl.num_programs(1) * TILE
         start = tl.load(query_start_loc + request)
         end = tl.load(query_start_loc + request + 1)
         seq_len = tl.load(seq_lens + request)
@@ -177,7 +173,10 @@ def _step_kernel(
             tl.store(cu_seqlen_ke + token, tl.where(prefill, ks + visible, 0), inside)
     else:
         start = tl.load(query_start_loc + num_reqs)
-        for tile in range(start + (program - body) * TILE, capacity, tails * TILE):
+        parts = tl.num_programs(1)
+        part += (request - num_reqs) * parts
+        step = (tl.num_programs(0) - num_reqs) * parts * TILE
+        for tile in range(start + part * TILE, capacity, step):
             token = tile + lane
             inside = token < capacity
             nothing = tl.zeros_like(token)
@@ -187,26 +186,30 @@ def _step_kernel(
             tl.store(cu_seqlen_ke + token, nothing, inside)
 
 
-_MAP = KeptKernel(_map_kernel, {"TILE": TILE}, WARPS)
-_STEP = KeptKernel(_step_kernel, {"TILE": TILE, "LANES": LANES}, WARPS)
+_MAP = KeptKernel(_map_kernel, {"TILE": MAP_TILE}, MAP_WARPS)
+_STEP = KeptKernel(_step_kernel, {"TILE": STEP_TILE, "LANES": LANES}, STEP_WARPS)
 
 
-def programs_for(num_reqs: int, longest: int, total: int, tail: int) -> tuple[int, int]:
-    """Programs of each request, and programs of the padding.
+@lru_cache(maxsize=4096)
+def map_grid(num_reqs: int, capacity: int) -> tuple[int, int]:
+    """Programs of the map: spans, and parts of each.
 
-    ``longest`` and ``total`` (entries to write for a request, and for all) and ``tail`` (entries of padding)
-    are hints: any boundaries come out right, only the spread over the device suffers.
+    The host knows no boundary: a request of four times the mean length still has a program for each tile.
+    Any boundaries come out right, only the spread over the device suffers.
     """
-    tiles = -(-min(longest, total) // TILE)
-    splits = max(1, min(tiles, MAX_PROGRAMS // max(1, num_reqs)))
-    tails = max(1, min(-(-tail // TILE), MAX_TAILS))
-    return splits, tails
+    spans = num_reqs + 1
+    longest = min(capacity, 4 * capacity // spans + 1)
+    return spans, max(1, min(-(-longest // MAP_TILE), MAX_PROGRAMS // spans))
 
 
-def _map_arguments(num_reqs: int, capacity: int, pad_value: int) -> tuple[int, ...]:
-    # The host knows no boundary: allow for requests of four times the mean length.
-    splits, tails = programs_for(num_reqs, 4 * capacity // max(1, num_reqs) + 1, capacity, capacity // 8)
-    return num_reqs, capacity, pad_value, splits, tails
+def step_grid(num_reqs: int, longest: int, padding: int) -> tuple[int, int]:
+    """Programs of a step's metadata: requests and some for the padding, and parts of each.
+
+    ``longest`` (most rows or keys of a request) and ``padding`` (rows to the end of the buffers) are what the
+    host expects; anything comes out right.
+    """
+    parts = max(1, min(-(-longest // STEP_TILE), MAX_PROGRAMS // max(1, num_reqs)))
+    return num_reqs + max(1, min(-(-padding // (STEP_TILE * parts)), MAX_TAILS)), parts
 
 
 def token_to_req_indices(query_start_loc: torch.Tensor, out: torch.Tensor, pad_value: int) -> None:
@@ -214,23 +217,11 @@ def token_to_req_indices(query_start_loc: torch.Tensor, out: torch.Tensor, pad_v
     num_reqs, capacity, device = query_start_loc.shape[0] - 1, out.shape[0], out.device
     if capacity == 0:
         return
-    scalars = _map_arguments(num_reqs, capacity, pad_value)
-    programs = num_reqs * scalars[-2] + scalars[-1]
+    grid = map_grid(num_reqs, capacity)
     if _MAP.kept_on(device):
-        _MAP.launch(programs, device, (query_start_loc.data_ptr(), out.data_ptr(), *scalars))
+        _MAP.launch(grid, device, query_start_loc.data_ptr(), out.data_ptr(), num_reqs, capacity, pad_value)
     else:
-        _MAP.launch_tensors(programs, device, (query_start_loc, out, *scalars))
-
-
-def _step_arguments(layout: StepLayout, buffers: MetadataBuffers) -> tuple[int, ...]:
-    num_reqs, capacity = layout.num_reqs, buffers.max_tokens
-    total = max(layout.num_tokens, layout.total_keys)
-    splits, tails = programs_for(num_reqs, layout.longest, total, capacity - layout.num_tokens)
-    return (
-        *(num_reqs, layout.num_decodes, layout.compress_ratio, capacity, layout.total_keys),
-        *(len(layout.groups), splits, tails),
-        *layout.words()[:INLINE_GROUPS],
-    )
+        _MAP.launch_tensors(grid, device, query_start_loc, out, num_reqs, capacity, pad_value)
 
 
 def build_metadata(
@@ -242,19 +233,22 @@ def build_metadata(
 ) -> None:
     """Fill every buffer of a step by one launch.
 
-    ``group_table`` holds ``layout.words`` on the device, int64; it is read where there are more groups
+    ``group_table`` holds ``layout.words()`` on the device, int64; it is read where there are more groups
     than a launch takes by value, and may be None otherwise.
     """
-    device = buffers.token_to_req.device
-    scalars = _step_arguments(layout, buffers)
-    programs = layout.num_reqs * scalars[6] + scalars[7]
+    device, capacity = buffers.device, buffers.max_tokens
+    grid = step_grid(layout.num_reqs, layout.longest, capacity - layout.num_tokens)
+    scalars = (
+        *(layout.num_reqs, layout.num_decodes, layout.compress_ratio, capacity, layout.total_keys),
+        *(len(layout.groups), *layout.words()[:INLINE_GROUPS]),
+    )
     if _STEP.kept_on(device):
         table = 0 if group_table is None else group_table.data_ptr()
         inputs = (query_start_loc.data_ptr(), seq_lens.data_ptr())
-        _STEP.launch(programs, device, (*inputs, *buffers.addresses, table, *scalars))
+        _STEP.launch(grid, device, *inputs, *buffers.addresses, table, *scalars)
     else:
-        table = torch.empty(1, dtype=torch.int64, device=device) if group_table is None else group_table
-        _STEP.launch_tensors(programs, device, (query_start_loc, seq_lens, *buffers.written, table, *scalars))
+        words = torch.empty(1, dtype=torch.int64, device=device) if group_table is None else group_table
+        _STEP.launch_tensors(grid, device, query_start_loc, seq_lens, *buffers.written, words, *scalars)
 
 
 def warmup_metadata(device: torch.device) -> int:
@@ -262,7 +256,6 @@ def warmup_metadata(device: torch.device) -> int:
     if device.type == "cuda":
         ints = torch.zeros(2, dtype=torch.int32, device=device)
         words = torch.zeros(1, dtype=torch.int64, device=device)
-        _MAP.compile(device, (ints, ints, *_map_arguments(1, 1, 0)))
-        scalars = (1,) * (8 + INLINE_GROUPS)
-        _STEP.compile(device, (*(ints,) * 8, words, *scalars))
+        _MAP.compile(device, ints, ints, 1, 1, 0)
+        _STEP.compile(device, *(ints,) * 8, words, *(1,) * (6 + INLINE_GROUPS))
     return 2
