@@ -36,6 +36,9 @@ PYTHONS := 3.9=$(BIN)/python 3.6=.venv-triton36/bin/python
 matrix: $(VENV)/.ready .venv-triton36/.ready ## compile every kernel for every target and audit the machine code
 	$(BIN)/python ci/compile_matrix.py --python $(PYTHONS) $(MATRIX_ARGS)
 
+vllm-test: ## the plugin in real vLLM 0.33 and 0.32 on the CPU (makes .venv-vllm*, 3 GB each)
+	PYTHON="$(PYTHON)" bash ci/vllm/run.sh $(VLLM_VERSIONS)
+
 wheel: $(VENV)/.ready ## build a wheel and check what it holds
 	rm -rf dist && $(BIN)/python -m build --wheel --no-isolation -o dist . && $(BIN)/python ci/check_wheel.py dist/*.whl
 

@@ -22,6 +22,10 @@ class Inactive(Exception):
     """Why a hook does not apply; raised before anything was changed."""
 
 
+class AlreadyApplied(Exception):
+    """The hook was applied in this process before, and is still in place."""
+
+
 @dataclass(frozen=True)
 class Hook:
     """One change.
@@ -47,6 +51,9 @@ def install(hook: Hook, settings: Settings) -> None:
         level = logging.INFO if settings.mode == "auto" else logging.WARNING
         try:
             states[hook.name] = f"active: {hook.apply(module, settings)}"
+            level = logging.INFO
+        except AlreadyApplied:
+            states[hook.name] = "active: applied in this process before"
             level = logging.INFO
         except Inactive as reason:
             states[hook.name] = f"inactive: {reason}"
@@ -101,9 +108,9 @@ def mark(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
 
 
 def refuse_second(function: Any) -> None:
-    """Inactive where the name is bound to a replacement of this package already."""
+    """AlreadyApplied where the name is bound to a replacement of this package."""
     if hasattr(function, _MARK):
-        raise Inactive("applied in this process before, and still in place")
+        raise AlreadyApplied
 
 
 def rebind(old: object, new: object) -> list[str]:

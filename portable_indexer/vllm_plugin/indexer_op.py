@@ -26,12 +26,15 @@ class Form:
     Attributes:
         rows: arguments with one entry for each row of the step.
         width: columns of the id buffer that prefill writes.
-        whole: whether a step is the original's alone although it has prefill rows.
+        whole: ``whole(call, metadata, context)``: whether a step is the original's alone although it has
+            prefill rows.
+        shards: whether the original shards by itself, so that only this package's kernels are worth a split.
     """
 
     rows: tuple[str, ...]
     width: Callable[[Call], int]
-    whole: Callable[[Call, Any], bool]
+    whole: Callable[[Call, Any, Any], bool]
+    shards: bool = False
 
 
 class IndexerOp:
@@ -65,9 +68,11 @@ class IndexerOp:
             return self._original(**call)
         prefix = _layer_name(call["k_cache_prefix"])
         metadata = step.step_metadata(context, prefix, call.get("candidate_blocks"))
-        if metadata is None or self._form.whole(call, metadata):
+        if metadata is None or self._form.whole(call, metadata, context):
             return self._original(**call)
         own = self._own if self._own is not None and self._own.take(call) else None
+        if own is None and self._form.shards:
+            return self._original(**call)
         tp = _tp_group() if metadata.prefill.row_shard_sizes is not None else None
         buffer = call["topk_indices_buffer"]
         shard = None if tp is None else step.shard_of(metadata, tp, buffer.shape[0])
@@ -125,6 +130,8 @@ class IndexerOp:
             ):
                 ranks = 1
         scratch(call["topk_indices_buffer"].device, self._bytes(call, ranks))
+        if self._own is not None and self._own.take(call):
+            self._own.warm_up(call)
 
     def _bytes(self, call: Call, ranks: int) -> int:
         """Bytes of scratch for any step that comes with these arguments."""

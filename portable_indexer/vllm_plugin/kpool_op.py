@@ -51,12 +51,10 @@ _KNOWN = _REQUIRED | {
 
 def _width(call: dict[str, Any]) -> int:
     """Ids of the chosen pools' tokens and of the tokens behind the last whole pool."""
-    return min(
-        int(call["topk_indices_buffer"].shape[1]), int(call["topk_tokens"]) + int(call["index_kpool"]) - 1
-    )
+    return min(int(call["topk_indices_buffer"].shape[1]), int(call["topk_tokens"]) + int(call["index_kpool"]) - 1)
 
 
-def _whole(call: dict[str, Any], metadata: Any) -> bool:
+def _whole(call: dict[str, Any], metadata: Any, context: Any) -> bool:
     """Steps in which every prompt fits into the top-k are filled in without scores, on every rank."""
     longest = metadata.prefill.max_prefill_seq_len
     return bool(call["use_fp4_cache"] or call["positions"] is None or longest <= call["topk_tokens"])
@@ -79,9 +77,7 @@ def _apply(module: ModuleType, settings: Settings) -> str:
     if not {"num_prefills", "num_decodes", "num_decode_tokens", "max_prefill_seq_len"} <= names_in(original):
         raise Inactive("this vLLM's op does not read the step's metadata in the known way")
     check_metadata()
-    function = IndexerOp(original, signature, FORM, None).function(
-        getattr(module, "eager_break_during_capture", None)
-    )
+    function = IndexerOp(original, signature, FORM, None).function(getattr(module, "eager_break_during_capture", None))
     rebind(original, function)
     return "prefill rows are sharded and exchanged, scored and selected by vLLM's kernels"
 

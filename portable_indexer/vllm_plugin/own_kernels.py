@@ -1,16 +1,16 @@
 """Prefill rows scored and selected by this package's kernels (PORTABLE_INDEXER_VLLM_KERNELS=ours).
 
-Keys are gathered by vLLM's own function, which knows the cache layouts that its writers use.
+Keys are gathered by vLLM's own functions, which know the cache layouts that its writers use.
 """
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from portable_indexer.vllm_plugin.hooks import Inactive, attribute, log, parameters_of
+from portable_indexer.vllm_plugin.hooks import log
 from portable_indexer.vllm_plugin.scratch import scratch
 
 if TYPE_CHECKING:
@@ -18,40 +18,39 @@ if TYPE_CHECKING:
 
     from portable_indexer.sharding import PrefillRowShard
 
-_GATHER = {"k_cache", "k_fp8", "k_fp8_scale", "block_table", "cu_seqlen", "token_to_seq", "cache_layout"}
-_TILES = {"block_tile_size", "head_tile_size"}
 
-
+@dataclass(frozen=True)
 class OwnKernels:
-    """Gather, score and select with the names of vLLM's ROCm indexer module.
+    """Score and select in place of one op of vLLM.
 
-    Raises:
-        Inactive: the module's gather has another form than the one that this was written for.
+    Attributes:
+        q: name of the op's query argument.
+        fp8: dtype of the cached keys.
+        manager: vLLM's ``current_workspace_manager``.
+        gather: ``gather(call, chunk, k, scales)`` copies a chunk's keys out of the cache: k [keys, head_dim] of
+            ``fp8``, scales [keys, 4] bytes of float32.
     """
 
-    def __init__(self, module: ModuleType) -> None:
-        self._gather = attribute(module, "cp_gather_indexer_k_quant_cache_triton")
-        parameters_of(self._gather, _GATHER, _GATHER | _TILES)
-        self._is_block_flat = attribute(module, "_indexer_k_is_c4a_block_flat")
-        if list(inspect.signature(self._is_block_flat).parameters) != ["compress_ratio"]:
-            raise Inactive("this vLLM chooses the cache layout in an unknown way")
-        self._manager = attribute(module, "current_workspace_manager")
-        self._fp8 = attribute(module, "FP8_DTYPE")
+    q: str
+    fp8: torch.dtype
+    manager: Callable[[], Any]
+    gather: Callable[[dict[str, Any], Any, torch.Tensor, torch.Tensor], None]
 
     def take(self, call: dict[str, Any]) -> bool:
         """Whether a fast backend serves these arguments; the answer, with its reason, is logged once."""
-        q, weights = call["q_fp8"], call["weights"]
-        return _taken(
-            q.device, q.dtype, weights.dtype, self._fp8, q.shape[1], q.shape[2], call["topk_tokens"]
-        )
+        q, weights = call[self.q], call["weights"]
+        return _taken(q.device, q.dtype, weights.dtype, self.fp8, q.shape[1], q.shape[2], call["topk_tokens"])
 
     def workspace_bytes(self, call: dict[str, Any], ranks: int) -> int:
         """Bytes for the largest step of these arguments, the exchange included."""
-        buffer, q = call["topk_indices_buffer"], call["q_fp8"]
-        rows, columns = buffer.shape
-        return _workspace_bytes(
-            rows, call["total_seq_lens"], call["topk_tokens"], q.shape[1], q.shape[2], ranks, columns
-        )
+        rows, columns = call["topk_indices_buffer"].shape
+        _, heads, dim = call[self.q].shape
+        return _workspace_bytes(rows, call["total_seq_lens"], call["topk_tokens"], heads, dim, ranks, columns)
+
+    def warm_up(self, call: dict[str, Any]) -> None:
+        """Compile before serving."""
+        q = call[self.q]
+        _warm_up(q.device, q.shape[1], q.shape[2], call["topk_tokens"])
 
     def prefill(self, call: dict[str, Any], chunks: list[Any], shard: PrefillRowShard | None) -> None:
         """Fill this rank's rows of the id buffer; all prefill rows where there is no shard."""
@@ -59,43 +58,33 @@ class OwnKernels:
 
         from portable_indexer.api import index_topk
 
-        q, weights, topk = call["q_fp8"], call["weights"], call["topk_tokens"]
+        q, weights, topk = call[self.q], call["weights"], call["topk_tokens"]
         buffer, keys = call["topk_indices_buffer"], call["total_seq_lens"]
-        all_k, all_scales = self._manager().get_simultaneous(
-            ((keys, call["head_dim"]), self._fp8), ((keys, 4), torch.uint8)
+        all_k, all_scales = self.manager().get_simultaneous(
+            ((keys, call["head_dim"]), self.fp8), ((keys, 4), torch.uint8)
         )
-        layout = "NORMAL" if self._is_block_flat(call["compress_ratio"]) else None
         ranks = 1 if shard is None else len(shard.sizes)
         workspace = scratch(buffer.device, self.workspace_bytes(call, ranks))
         for chunk in chunks:
             k, scales = all_k[: chunk.total_seq_lens], all_scales[: chunk.total_seq_lens]
             # On every rank, also one without rows here: later chunks may reuse what was gathered.
             if not chunk.skip_kv_gather:
-                self._gather(
-                    call["kv_cache"],
-                    k,
-                    scales,
-                    chunk.block_table,
-                    chunk.cu_seq_lens,
-                    token_to_seq=chunk.token_to_seq,
-                    cache_layout=layout,
-                )
+                self.gather(call, chunk, k, scales)
             start, end, ks, ke = chunk.token_start, chunk.token_end, chunk.cu_seqlen_ks, chunk.cu_seqlen_ke
             if shard is not None:
                 part = shard.narrow(chunk)
                 if part is None:
                     continue
                 start, end, ks, ke = part
-            index_topk(
-                q[start:end],
-                (k, scales.view(torch.float32)),
-                weights[start:end],
-                ks,
-                ke,
-                topk,
-                out=buffer[start:end],
-                workspace=workspace,
-            )
+            own, kv = slice(start, end), (k, scales.view(torch.float32))
+            index_topk(q[own], kv, weights[own], ks, ke, topk, out=buffer[own], workspace=workspace)
+
+
+@lru_cache(maxsize=32)
+def _warm_up(device: torch.device, num_heads: int, head_dim: int, topk: int) -> None:
+    from portable_indexer.warmup import warmup
+
+    log.info("portable_indexer, kernels: %d variants compiled", warmup(num_heads, head_dim, topk, device=device))
 
 
 @lru_cache(maxsize=32)
@@ -145,9 +134,7 @@ def _why_not(
 
 
 @lru_cache(maxsize=32)
-def _workspace_bytes(
-    rows: int, keys: int, topk: int, num_heads: int, head_dim: int, ranks: int, columns: int
-) -> int:
+def _workspace_bytes(rows: int, keys: int, topk: int, num_heads: int, head_dim: int, ranks: int, columns: int) -> int:
     from portable_indexer.workspace import workspace_bytes
 
     return workspace_bytes(rows, keys, topk, num_heads, head_dim, ranks, columns)

@@ -79,9 +79,7 @@ class Planner:
         policy = self._policy
         if self._least is not None:
             policy = dataclasses.replace(policy, min_rows=self._least, environment=False)
-        sizes = balanced_prefill_row_shard(
-            seq_lens_cpu, query_lens_cpu, compress_ratio, tp_size, policy=policy
-        )
+        sizes = balanced_prefill_row_shard(seq_lens_cpu, query_lens_cpu, compress_ratio, tp_size, policy=policy)
         # vLLM's own exchange, which serves CUDA, was written for shards that are never empty.
         return sizes if sizes is None or self._platform != "cuda" else _none_empty(sizes)
 

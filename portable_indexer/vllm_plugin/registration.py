@@ -23,7 +23,8 @@ def register() -> None:
         if settings.mode == "off":
             log.info("portable_indexer: switched off by PORTABLE_INDEXER_VLLM")
             return
-        if importlib.util.find_spec("vllm") is None:
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or spec.origin is None:  # nothing, or a mere folder of that name
             log.warning("portable_indexer: vLLM is not installed; nothing to do")
             return
         for hook in _hooks():
@@ -65,6 +66,6 @@ def _version(distribution: str) -> str | None:
 
 
 def _hooks() -> tuple[Hook, ...]:
-    from portable_indexer.vllm_plugin import kpool_op, plan, rocm_op, token_map
+    from portable_indexer.vllm_plugin import cuda_op, kpool_op, plan, rocm_op, token_map
 
-    return (plan.HOOK, rocm_op.HOOK, kpool_op.HOOK, token_map.HOOK)
+    return (plan.HOOK, rocm_op.HOOK, kpool_op.HOOK, cuda_op.HOOK, token_map.HOOK)

@@ -6,8 +6,10 @@ to 5.3, and others of that shape, with an fp8 key cache.
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from portable_indexer.vllm_plugin.hooks import (
     Hook,
@@ -25,6 +27,9 @@ from portable_indexer.vllm_plugin.indexer_op import Form, IndexerOp
 from portable_indexer.vllm_plugin.own_kernels import OwnKernels
 from portable_indexer.vllm_plugin.settings import Settings
 from portable_indexer.vllm_plugin.step import CHUNK_FIELDS, METADATA_FIELDS, PREFILL_FIELDS
+
+if TYPE_CHECKING:
+    import torch
 
 OP = "rocm_aiter_sparse_attn_indexer"
 _DEFINED_IN = "vllm.v1.attention.ops.rocm_aiter_mla_sparse"
@@ -50,13 +55,52 @@ _KNOWN = _REQUIRED | {
     "candidate_block_size",
     "candidate_write",
 }
+_GATHER = {"k_cache", "k_fp8", "k_fp8_scale", "block_table", "cu_seqlen", "token_to_seq", "cache_layout"}
 FORM = Form(
     rows=("hidden_states", "q_fp8", "weights", "topk_indices_buffer"),
     width=lambda call: int(call["topk_tokens"]),
-    whole=lambda call, metadata: False,
+    whole=lambda call, metadata, context: False,
 )
 # A torch.library registration lives as long as its Library object.
 _libraries: list[Any] = []
+
+
+def replace_in_dispatcher(op: str, function: Any) -> None:
+    """vLLM binds an op when it registers it: names alone do not reach calls through ``torch.ops``."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if not hasattr(torch.ops.vllm, op):
+        raise Inactive(f"torch.ops.vllm has no {op}: this build did not register it")
+    library = torch.library.Library("vllm", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of every override, and this one is meant
+        library.impl(op, function, current_platform.dispatch_key, allow_override=True)
+    _libraries.append(library)
+
+
+def _own_kernels(module: ModuleType) -> OwnKernels:
+    """With the gather of vLLM's ROCm indexer module, or Inactive where it has another form."""
+    gather = attribute(module, "cp_gather_indexer_k_quant_cache_triton")
+    parameters_of(gather, _GATHER, _GATHER | {"block_tile_size", "head_tile_size"})
+    is_block_flat = attribute(module, "_indexer_k_is_c4a_block_flat")
+    if list(inspect.signature(is_block_flat).parameters) != ["compress_ratio"]:
+        raise Inactive("this vLLM chooses the cache layout in an unknown way")
+
+    def gather_chunk(call: dict[str, Any], chunk: Any, k: torch.Tensor, scales: torch.Tensor) -> None:
+        gather(
+            call["kv_cache"],
+            k,
+            scales,
+            chunk.block_table,
+            chunk.cu_seq_lens,
+            token_to_seq=chunk.token_to_seq,
+            # None: values shuffled in 16 x 16 tiles where a block holds several keys.
+            cache_layout="NORMAL" if is_block_flat(call["compress_ratio"]) else None,
+        )
+
+    manager = attribute(module, "current_workspace_manager")
+    return OwnKernels("q_fp8", attribute(module, "FP8_DTYPE"), manager, gather_chunk)
 
 
 def check_metadata() -> None:
@@ -76,8 +120,6 @@ def stand_aside(function: Any) -> None:
 
 
 def _apply(module: ModuleType, settings: Settings) -> str:
-    import torch
-
     if vendor(settings) != "rocm":
         raise Inactive("CUDA builds shard by themselves; the row plan's policy serves them")
     defined_in = __import__(_DEFINED_IN, fromlist=[OP])
@@ -90,25 +132,17 @@ def _apply(module: ModuleType, settings: Settings) -> str:
     if not {"num_prefills", "num_decodes", "num_decode_tokens", "chunks"} <= names_in(original):
         raise Inactive("this vLLM's op does not read the step's metadata in the known way")
     check_metadata()
-    if not hasattr(torch.ops.vllm, OP):
-        raise Inactive(f"torch.ops.vllm has no {OP}: this build did not register it")
     own = None
     if settings.kernels == "ours":
         try:
-            own = OwnKernels(defined_in)
+            own = _own_kernels(defined_in)
         except Inactive as reason:
             log.warning("portable_indexer, kernels: vLLM's are used: %s", reason)
     function = IndexerOp(original, signature, FORM, own).function(
         getattr(defined_in, "eager_break_during_capture", None)
     )
-    from vllm.platforms import current_platform
-
-    # The op is bound at import of its registrar: only the dispatcher's entry counts, the names are for callers
-    # that take the Python function itself.
-    library = torch.library.Library("vllm", "IMPL")
-    library.impl(OP, function, current_platform.dispatch_key, allow_override=True)
-    _libraries.append(library)
-    rebind(original, function)
+    replace_in_dispatcher(OP, function)
+    rebind(original, function)  # for callers of the Python function, such as DeepSeek-V4.1's own indexer layer
     who = "this package's kernels" if own is not None else "vLLM's kernels"
     return f"prefill rows are sharded and exchanged, scored and selected by {who}"
 

@@ -121,9 +121,7 @@ def only_shard_behind_decode(metadata: Any, shard: PrefillRowShard) -> Any:
 
 
 def _narrowed(prefill: Any, shard: PrefillRowShard, offset: int) -> Any:
-    return dataclasses.replace(
-        prefill, chunks=narrowed_chunks(prefill.chunks, shard, offset), row_shard_sizes=None
-    )
+    return dataclasses.replace(prefill, chunks=narrowed_chunks(prefill.chunks, shard, offset), row_shard_sizes=None)
 
 
 def with_metadata(context: Any, prefix: str, metadata: Any) -> Any:

@@ -69,9 +69,7 @@ def _fits(query_start_loc: torch.Tensor, out: torch.Tensor) -> bool:
     )
 
 
-def _map(
-    query_start_loc: torch.Tensor, out: torch.Tensor, num_mapped_tokens: int, num_tokens: int
-) -> torch.Tensor:
+def _map(query_start_loc: torch.Tensor, out: torch.Tensor, num_mapped_tokens: int, num_tokens: int) -> torch.Tensor:
     """Tokens behind the last request's end belong to the last request, those behind the mapped ones to none (0)."""
     from portable_indexer.metadata import token_to_req_indices
 
