@@ -139,3 +139,20 @@ def reduce_2d(x_ptr, total_ptr, top_ptr, place_ptr, M: tl.constexpr, N: tl.const
     top, place = tl.max(x, 1, return_indices=True)
     tl.store(top_ptr + out, top)
     tl.store(place_ptr + out, place)
+
+
+@triton.jit
+def add_past_the_end(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """Broken: its mask lets one element too many through."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs <= n
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=inside) + tl.load(y_ptr + offs, mask=inside), mask=inside)
+
+
+@triton.jit
+def large_tile(x_ptr, out_ptr, M: tl.constexpr, K: tl.constexpr):
+    """Keeps two operands of M x K float16 in LDS."""
+    rows, cols = tl.arange(0, M), tl.arange(0, K)
+    x = tl.load(x_ptr + rows[:, None] * K + cols[None, :])
+    y = tl.load(x_ptr + M * K + rows[None, :] * K + cols[:, None])
+    tl.store(out_ptr + rows[:, None] * M + rows[None, :], tl.dot(x, y))

@@ -51,7 +51,8 @@ def test_64_bit_address_arithmetic():
     b = run("global_load_dword v0, v1, s[0:1]", v={1: U(0xFFFF_FF00) + LANES.astype(U) * U(4)}, s=start, memory=memory)
     # The offset is unsigned: 0xffffff00 is not -256.
     assert (b.v[0, 0] == data).all()
-    b = run("global_load_dword v0, v1, s[0:1] offset:-8", v={1: LANES.astype(U) * U(4) % U(200) + U(8)}, s={0: U64(base)},
+    given = {1: LANES.astype(U) * U(4) % U(200) + U(8)}
+    b = run("global_load_dword v0, v1, s[0:1] offset:-8", v=given, s={0: U64(base)},
             memory=memory)  # fmt: skip
     assert (b.v[0, 0] == data[LANES * 4 % 200 // 4]).all()
 
