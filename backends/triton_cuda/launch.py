@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from portable_indexer.backends.triton_common.scoring import ScoringChoice
+from portable_indexer.backends.triton_common.selection import SelectionChoice
 
 # Architectures whose matrix units multiply e4m3fn; others multiply float16 instead.
 NATIVE_FP8 = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
@@ -19,6 +20,9 @@ def scoring_choice(
 ) -> ScoringChoice:
     """How ``fp8_mqa_logits`` is built.
 
+    The accumulators of a warp give each quad of lanes eight columns, two to a lane: four rows can have their
+    heads in one lane each. Up to 32 heads, 128 columns leave room for four programs on an SM; with 64, 256.
+
     Args:
         arch: "sm_90", ...
         version: Triton's (major, minor).
@@ -27,19 +31,24 @@ def scoring_choice(
     """
     native = arch in NATIVE_FP8 and q_encoding == k_encoding == "fn"
     padded = max(4, 1 << (heads - 1).bit_length())
-    columns = 256 if padded >= 64 else 128
-    # One block leaves the products to the compiler's fusion, which takes one rounding tree in Triton 3.6 only.
-    blocks = 1 if version < (3, 7) else 4
+    wide = padded >= 64
+    lanes = 2 if padded == 128 else 4
+    options: list[tuple[str, int | bool]] = [("num_warps", 4), ("num_stages", 3), ("enable_fp_fusion", False)]
+    if native and not wide:
+        options.append(("maxnreg", 128))
     return ScoringChoice(
-        rows=columns // padded,
-        keys=64 if columns == 256 else 128,
-        heads=padded // blocks,
-        blocks=blocks,
+        rows=(256 if wide else 128) // padded,
+        keys=64,
+        heads=padded,
+        blocks=1,
+        lanes=lanes,
+        pair=8 // lanes,
         relu="max",
         q_decode="fp8" if native else f"{q_encoding}_as_half",
         k_decode="fp8" if native else f"{k_encoding}_as_half",
         descriptor=native and arch in DESCRIPTOR_LOADS,
+        direct=True,
         stages=3,
-        resident=3,
-        options=(("num_warps", 4), ("num_stages", 3), ("enable_fp_fusion", blocks == 1)),
+        resident=2 if wide else 4,
+        options=tuple(options),
     )

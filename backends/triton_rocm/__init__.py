@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from portable_indexer.backend import FP8_ENCODINGS
-from portable_indexer.backends.triton_common import metadata, runtime, scoring
+from portable_indexer.backends.triton_common import metadata, runtime, scoring, selection, selection_index
 from portable_indexer.backends.triton_rocm import launch
+from portable_indexer.workspace import persistent_workspace
 
 if TYPE_CHECKING:
     from portable_indexer.backend import Problem
     from portable_indexer.device import Device
     from portable_indexer.step_metadata import MetadataBuffers, StepLayout
+    from portable_indexer.workspace import Workspace
 
 
 class TritonRocm:
@@ -56,6 +59,37 @@ class TritonRocm:
         units = runtime.units(q.device)
         scoring.mqa_logits(q, k, k_scale, weights, ks, ke, out, clean_logits, choice=choice, units=units)
 
+    def top_k_per_row(
+        self, logits: torch.Tensor, ks: torch.Tensor, ke: torch.Tensor, topk: int, out: torch.Tensor
+    ) -> None:
+        """Write each row's ids into out [M, topk] int32: ascending, relative to ks, then -1."""
+        choice = launch.selection_choice(self._arch())
+        nbytes = selection.scratch_bytes(logits.shape[0], logits.shape[1], topk, choice)
+        workspace = persistent_workspace(logits.device, nbytes)
+        selection.top_k_per_row(logits, ks, ke, topk, out, choice, workspace)
+
+    def index_topk(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        k_scale: torch.Tensor,
+        weights: torch.Tensor,
+        ks: torch.Tensor,
+        ke: torch.Tensor,
+        topk: int,
+        out: torch.Tensor,
+        workspace: Workspace,
+    ) -> None:
+        """Score and select within the workspace; out as for ``top_k_per_row``."""
+        score = partial(self.fp8_mqa_logits, clean_logits=False)
+        choice = launch.selection_choice(self._arch())
+        selection_index.index_topk(q, k, k_scale, weights, ks, ke, topk, out, workspace, score=score, choice=choice)
+
+    def workspace_bytes(self, problem: Problem, budget: int) -> int:
+        """Bytes of workspace that ``index_topk`` wants when its logits may take ``budget`` bytes."""
+        choice = launch.selection_choice(self._arch())
+        return selection_index.index_plan(problem.num_rows, problem.num_keys, problem.topk, budget, choice).nbytes
+
     def token_to_req_indices(self, query_start_loc: torch.Tensor, out: torch.Tensor, pad_value: int) -> None:
         """Write the request of each token into out [T] int32; tokens past the last request get pad_value."""
         metadata.token_to_req_indices(query_start_loc, out, pad_value)
@@ -74,6 +108,8 @@ class TritonRocm:
     def warmup(self, device: torch.device, num_heads: int, head_dim: int, topk: int) -> int:
         """Compile and load every variant that calls of this shape can reach; returns how many."""
         compiled = metadata.warmup_metadata(device)
+        compiled += selection.warmup_selection(device, topk, launch.selection_choice(self._arch()))
+        compiled += selection_index.warmup_stages(device, topk)
         for q_dtype in FP8_ENCODINGS:
             for k_dtype in FP8_ENCODINGS:
                 choice = self.scoring_choice(num_heads, head_dim, q_dtype, k_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from portable_indexer.backends.triton_common.scoring import ScoringChoice
+from portable_indexer.backends.triton_common.selection import SelectionChoice
 
 # The e4m3 encoding that the matrix units multiply; other architectures multiply float16 instead.
 NATIVE_FP8 = {"gfx940": "fnuz", "gfx941": "fnuz", "gfx942": "fnuz", "gfx950": "fn"}
@@ -28,8 +29,8 @@ def scoring_choice(
 ) -> ScoringChoice:
     """How ``fp8_mqa_logits`` is built.
 
-    Four blocks of 32 row-heads fill the 32 x 32 matrix instruction; with blocks accumulated by explicit
-    multiply-adds, the bits do not depend on the compiler's fusion.
+    Four blocks of 32 row-heads, multiplied by 16 x 16 instructions: their register layout gives each quarter of
+    a wave four consecutive columns, so four rows (or two, for 64 heads) can have their heads in one thread each.
 
     Args:
         arch: "gfx942", "gfx950", ...
@@ -39,23 +40,30 @@ def scoring_choice(
     """
     q_decode, k_decode = _decodes(arch, q_encoding, k_encoding)
     padded = max(4, 1 << (heads - 1).bit_length())
-    options: list[tuple[str, object]] = [
-        ("num_warps", 4),
-        ("num_stages", 2),
-        ("matrix_instr_nonkdim", 32),
-        ("waves_per_eu", 2),
-        ("enable_fp_fusion", False),
-    ]
+    rows = 128 // padded
+    lanes = min(rows, 4)
+    # Triton 3.9 keeps more in registers on gfx950: two waves a SIMD would spill there.
+    waves = 1 if arch == "gfx950" and version >= (3, 7) else 2
     return ScoringChoice(
-        rows=128 // padded,
+        rows=rows,
         keys=128,
         heads=padded // 4,
         blocks=4,
+        lanes=lanes,
+        pair=min(padded // 4, 16 // lanes),
+        # gfx950 has a maximum that keeps NaN in one instruction.
         relu="max" if arch == "gfx950" else "sum_scalar",
         q_decode=q_decode,
         k_decode=k_decode,
         descriptor=False,
+        direct=False,
         stages=2,
-        resident=2,
-        options=tuple(options),
+        resident=waves,
+        options=(
+            ("num_warps", 4),
+            ("num_stages", 2),
+            ("matrix_instr_nonkdim", 16),
+            ("waves_per_eu", 0 if waves == 1 else waves),
+            ("enable_fp_fusion", False),
+        ),
     )

@@ -1,0 +1,159 @@
+"""The exact choice among a row's candidates, in the order of their ids."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from portable_indexer.backends.triton_common import selection_keys as keys
+from portable_indexer.backends.triton_common.selection_guess import sample_images, threshold_of_rank
+
+
+@triton.jit
+def _list_places(segment, tiles, index, pitch, TILES: tl.constexpr, LOG_TILES: tl.constexpr):
+    """Places in the list of the entries number ``index`` in ascending id order."""
+    lane = tl.arange(0, TILES)
+    places = tl.zeros_like(index)
+    before = tl.zeros((), tl.int32)
+    for begin in range(0, tiles, TILES):
+        known = begin + lane < tiles
+        place = tl.load(segment + begin + lane, mask=known, other=0)
+        count = tl.load(segment + pitch + begin + lane, mask=known, other=0)
+        end = before + tl.cumsum(count, axis=0)
+        # Bisection: how many segments end at or before the entry.
+        passed = tl.zeros_like(index)
+        for power in tl.static_range(LOG_TILES):
+            half = TILES >> (power + 1)
+            passed += tl.where(tl.gather(end, passed + (half - 1), 0) <= index, half, 0)
+        within = (index >= before) & (index < tl.max(end, axis=0))
+        places = tl.where(within, index + tl.gather(place - end + count, passed, 0), places)
+        before = tl.max(end, axis=0)
+    return places
+
+
+@triton.jit
+def choose_listed(
+    row,
+    first,
+    last,
+    start,
+    total,
+    threshold,
+    segments,
+    ids,
+    images,
+    target,
+    tiles,
+    tile_keys,
+    k,
+    CAPACITY: tl.constexpr,
+    PIECE: tl.constexpr,
+    TILES: tl.constexpr,
+    LOG_TILES: tl.constexpr,
+):
+    """Write the ids of the k best of a row's ``total`` candidates, at least k and at most CAPACITY."""
+    slot = tl.arange(0, CAPACITY)
+    found = tl.load(images + row * CAPACITY + slot, mask=slot < total, other=0)
+    cut = keys.kth(found, keys.image(tl.load(threshold + row)), total, k, k)
+    ties = keys.missing_ties(found, cut, k)
+    used = tl.cdiv(last - first // 32 * 32, tile_keys)
+    segment = segments + row * tiles * 2
+    aboves = tl.zeros((), tl.int32)
+    equals = tl.zeros((), tl.int32)
+    for begin in range(0, total, PIECE):
+        index = begin + tl.arange(0, PIECE)
+        place = row * CAPACITY + _list_places(segment, used, index, tiles, TILES, LOG_TILES)
+        piece = tl.load(images + place, mask=index < total, other=0)
+        ids_found = tl.load(ids + place, mask=index < total, other=0) + (first - start)
+        aboves, equals = keys.write_chosen(target, piece, ids_found, cut, ties, aboves, equals)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "logits",
+        "ks",
+        "ke",
+        "threshold",
+        "counter",
+        "failures",
+        "segments",
+        "ids",
+        "images",
+        "out",
+        "pitch",
+        "out_pitch",
+        "width",
+        "tiles",
+        "tile_keys",
+        "k",
+    ]
+)
+def choose_candidates(
+    logits,  # float32 [M, width], row pitch in units of UNIT elements
+    ks,  # int32 [M]
+    ke,  # int32 [M]
+    threshold,  # float32 [M], replaced by a better guess in rows that fail
+    counter,  # int32 [M], zeroed in rows that fail
+    failures,  # int32 [1 + M]: gains the rows whose candidates are fewer than k, or too many
+    segments,  # int32 [M, 2, tiles]
+    ids,  # int32 [M, CAPACITY]
+    images,  # uint32 [M, CAPACITY]
+    out,  # int32 [M, k]
+    pitch: tl.int64,
+    out_pitch: tl.int64,
+    width,
+    tiles,
+    tile_keys,
+    k,
+    UNIT: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    PIECE: tl.constexpr,  # ids written at a time
+    TILES: tl.constexpr,  # segments looked up at a time
+    LOG_TILES: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """One program a row: writes its ids, or puts it on the list of those that are tried again."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.load(ks + row)
+    first = tl.maximum(start, 0)
+    last = tl.minimum(tl.load(ke + row), width)
+    length = tl.maximum(last - first, 0)
+    target = out + row * out_pitch
+    total = tl.load(counter + row)
+    if length <= k:
+        slot = tl.arange(0, CAPACITY)
+        tl.store(target + slot, tl.where(slot < length, slot + (first - start), -1), mask=slot < k)
+    elif (total >= k) & (total <= CAPACITY):
+        choose_listed(
+            row,
+            first,
+            last,
+            start,
+            total,
+            threshold,
+            segments,
+            ids,
+            images,
+            target,
+            tiles,
+            tile_keys,
+            k,
+            CAPACITY,
+            PIECE,
+            TILES,
+            LOG_TILES,
+        )
+    else:
+        tl.store(failures + 1 + tl.atomic_add(failures, 1, sem="relaxed"), row.to(tl.int32))
+        base = tl.multiple_of(logits + row * pitch * UNIT, 4 * UNIT)
+        sample = sample_images(base, first, last, SAMPLE, RUN)
+        taken = tl.sum((sample != 0).to(tl.int32), axis=0)
+        # How many keys stand behind one of the sample is known better now: from those at the first threshold.
+        reached = tl.sum((sample >= keys.image(tl.load(threshold + row))).to(tl.int32), axis=0)
+        part = taken.to(tl.float32) / length.to(tl.float32)
+        if (reached > 0) & (total > 0):
+            part = reached.to(tl.float32) / total.to(tl.float32)
+        goal = tl.sqrt(k.to(tl.float32) * CAPACITY)
+        tl.store(threshold + row, threshold_of_rank(sample, taken, goal * part))
+        tl.store(counter + row, 0)
