@@ -30,6 +30,7 @@ class Row:
     decode_rows: int
     prefill_rows: int
     requests: int
+    keys: int  # packed keys of all requests
     key_row_pairs: int
     shard_sizes: list[int]
     imbalance: float  # key-row pairs of the heaviest shard over the mean of the shards, less 1
@@ -53,6 +54,7 @@ class Row:
             decode_rows=step.num_decode_rows,
             prefill_rows=step.num_prefill_rows,
             requests=len(step.seq_lens),
+            keys=job.keys(step),
             key_row_pairs=step.key_row_pairs(job.compress_ratio),
             shard_sizes=sizes,
             imbalance=max(pairs) * ranks / sum(pairs) - 1 if sum(pairs) else 0.0,

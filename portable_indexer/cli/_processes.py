@@ -24,6 +24,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from portable_indexer.exchange import ExchangeError
+
 HOST = "127.0.0.1"
 # After a first failure: how long to listen for the failure that caused it.
 _GRACE_S = 1.5
@@ -116,6 +118,7 @@ class _Watched:
     open: bool = True
     error: str | None = None
     trace: str | None = None
+    raised: tuple[bool, float] = (False, 0.0)  # whether another rank's failure was the reason; when
 
     @property
     def name(self) -> str:
@@ -131,7 +134,7 @@ class _Watched:
                     self.heard += 1
                     messages.append(value)
                 elif kind == "error":
-                    self.error, self.trace = value
+                    self.error, self.trace, self.raised = value
                 else:
                     self.done = True
         except (EOFError, OSError):
@@ -181,10 +184,11 @@ def _cause(watched: list[_Watched], failed: list[_Watched]) -> _Watched:
     while True:
         silent = [one for one in watched if one.failure() and one.error is None]
         if silent or time.monotonic() > deadline:
-            return silent[0] if silent else failed[0]
+            return silent[0] if silent else min(failed, key=lambda one: one.raised)
         time.sleep(0.05)
         for one in watched:
             one.receive()
+        failed = [one for one in watched if one.failure()]
 
 
 def _signal_name(number: int) -> str:
@@ -214,7 +218,9 @@ def _rank(body: Body, meeting: Meeting, pipe: Connection, argument: Any) -> None
         body(meeting, lambda message: pipe.send(("tell", message)), argument)
         pipe.send(("done", None))
     except BaseException as error:
-        pipe.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc())))
+        # The monotonic clock is the machine's, so ranks can be put in order by it.
+        raised = (isinstance(error, ExchangeError), time.monotonic())
+        pipe.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc(), raised)))
         # Without the goodbyes at exit, which may wait for ranks that are stuck.
         os._exit(1)
 

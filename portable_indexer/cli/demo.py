@@ -44,27 +44,27 @@ BUILT_IN = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `demo`."""
     add = parser.add_argument
-    add("--ranks", type=_positive, help="processes (default: 4, on GPUs one for each, at most 4)")
+    add("--ranks", type=positive, help="processes (default: 4, on GPUs one for each, at most 4)")
     add("--trace", metavar="FILE", help="Mooncake JSONL or Azure CSV (default: a built-in mix)")
-    add("--limit", type=_positive, help="requests to read from the trace (default: 48)")
+    add("--limit", type=positive, help="requests to read from the trace (default: 48)")
     add("--steps", type=_count, default=16, help="steps to run, 0 for all (default: %(default)s)")
-    add("--scale", type=_positive, help="divide all lengths by this (default: 16 on a CPU, 1 on GPUs)")
+    add("--scale", type=positive, help="divide all lengths by this (default: 16 on a CPU, 1 on GPUs)")
     add(
         "--max-batched-tokens",
-        type=_positive,
+        type=positive,
         help=f"most rows of a step (default: {DEFAULT_MAX_BATCHED_TOKENS} / scale)",
     )
-    add("--max-running", type=_positive, help="most requests in work at a time (default: no limit)")
+    add("--max-running", type=positive, help="most requests in work at a time (default: no limit)")
     add("--prefix-cache", action="store_true", help="reuse prefixes that the trace's hash ids share")
-    add("--heads", type=_positive, help="index heads (default: 16 on a CPU, 64 on GPUs)")
-    add("--head-dim", type=_positive, default=128, help="head dimension (default: %(default)s)")
-    add("--topk", type=_positive, help=f"ids a row, up to {MAX_TOPK} (default: 2048 / scale)")
-    add("--compress-ratio", type=_positive, default=1, help="tokens for each key (default: %(default)s)")
+    add("--heads", type=positive, help="index heads (default: 16 on a CPU, 64 on GPUs)")
+    add("--head-dim", type=positive, default=128, help="head dimension (default: %(default)s)")
+    add("--topk", type=positive, help=f"ids a row, up to {MAX_TOPK} (default: 2048 / scale)")
+    add("--compress-ratio", type=positive, default=1, help="tokens for each key (default: %(default)s)")
     add("--seed", type=_count, default=0, help="of the random operands (default: %(default)s)")
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="(default: GPUs where there are any)")
     add("--backend", help="backend by name (default: the best for the device)")
-    add("--port", type=_count, default=0, help="where the ranks meet on this machine (default: a free one)")
-    add("--timeout", type=float, default=600.0, help="seconds of silence that count as a hang (default: 600)")
+    add("--port", type=_port, default=0, help="where the ranks meet on this machine (default: a free one)")
+    add("--timeout", type=_seconds, default=600.0, help="seconds of silence that count as a hang (default: 600)")
     add("--json", action="store_true", help="one JSON object instead of the table")
 
 
@@ -113,7 +113,7 @@ def _where(setup: Setup, heard: int) -> str:
     return f"in step {steps[heard - 1].index}" if heard <= len(steps) else "after the last step"
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {value}")
@@ -124,6 +124,20 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be 0 or more, got {value}")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 65535, got {value}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be above 0, got {value}")
     return value
 
 
