@@ -57,6 +57,7 @@ class OwnKernels:
         import torch
 
         from portable_indexer.api import index_topk
+        from portable_indexer.exchange.records import checking
 
         q, weights, topk = call[self.q], call["weights"], call["topk_tokens"]
         buffer, keys = call["topk_indices_buffer"], call["total_seq_lens"]
@@ -69,6 +70,8 @@ class OwnKernels:
             k, scales = all_k[: chunk.total_seq_lens], all_scales[: chunk.total_seq_lens]
             # On every rank, also one without rows here: later chunks may reuse what was gathered.
             if not chunk.skip_kv_gather:
+                if checking():
+                    check_blocks(call["kv_cache"], chunk)
                 self.gather(call, chunk, k, scales)
             start, end, ks, ke = chunk.token_start, chunk.token_end, chunk.cu_seqlen_ks, chunk.cu_seqlen_ke
             if shard is not None:
@@ -78,6 +81,25 @@ class OwnKernels:
                 start, end, ks, ke = part
             own, kv = slice(start, end), (k, scales.view(torch.float32))
             index_topk(q[own], kv, weights[own], ks, ke, topk, out=buffer[own], workspace=workspace)
+
+
+def check_blocks(cache: torch.Tensor, chunk: Any) -> None:
+    """Under PORTABLE_INDEXER_CHECK=1: the chunk's blocks are blocks of this cache, not of another group's.
+
+    Raises ValueError with the first block id that is not. Waits for the device.
+    """
+    import torch
+
+    lengths = chunk.cu_seq_lens.diff().cpu()
+    table = chunk.block_table.cpu()
+    used = torch.arange(table.shape[1]) < -(-lengths // cache.shape[1])[:, None]
+    wrong = used & ((table < 0) | (table >= cache.shape[0]))
+    if wrong.any():
+        request, entry = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_table must hold blocks of this layer's cache, 0 to {cache.shape[0] - 1}, got block "
+            f"{int(table[request, entry])} for keys {entry * cache.shape[1]} on of request {request}"
+        )
 
 
 @lru_cache(maxsize=32)
