@@ -6,7 +6,7 @@ captured graph replays right after they change. The host's lengths only shape ch
 
 from __future__ import annotations
 
-import itertools
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from portable_indexer._checks import check_integer, check_layout, describe
 from portable_indexer.backend import Backend, Problem
-from portable_indexer.chunks import LOGIT_BYTES, KeyGroup, group_requests
+from portable_indexer.chunks import LOGIT_BYTES, group_requests
 from portable_indexer.device import detect
 from portable_indexer.registry import resolve
 from portable_indexer.step_metadata import (
@@ -82,11 +82,11 @@ def token_to_req_indices(
     """
     _check_int32("query_start_loc", query_start_loc, 1, None, None)
     device = query_start_loc.device
-    num_tokens = check_integer("num_tokens", num_tokens)
+    num_tokens = num_tokens if type(num_tokens) is int else check_integer("num_tokens", num_tokens)
     if not 0 <= num_tokens <= MAX_TOKENS:
         raise ValueError(f"num_tokens must be from 0 to {MAX_TOKENS}, got {num_tokens}")
-    pad_value = check_integer("pad_value", pad_value)
-    if not -(1 << 31) <= pad_value < 1 << 31:
+    pad_value = pad_value if type(pad_value) is int else check_integer("pad_value", pad_value)
+    if not -0x80000000 <= pad_value <= 0x7FFFFFFF:
         raise ValueError(f"pad_value must fit int32, got {pad_value}")
     chosen = _backend(device, backend)
     if out is None:
@@ -143,7 +143,7 @@ class IndexerMetadataBuilder:
         self._backend = _backend(self.device, backend)
         self._buffers = MetadataBuffers.allocate(max_tokens, max_reqs, max_keys, self.device)
         self._table = _GroupTable(max_reqs, self.device)
-        self._uniform = list(range(0, max_reqs * next_n + 1, next_n))
+        self._uniform: dict[int, torch.Tensor] = {}  # by number of decode requests, on the host
         self._generation = [0]
         # A step without requests: compiles and loads what a captured build needs.
         nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -182,67 +182,82 @@ class IndexerMetadataBuilder:
                 then, and the last step's metadata stays.
             RuntimeError: inside graph capture, with more groups of requests than a launch takes by value.
         """
-        num_reqs = len(seq_lens_cpu)
+        num_reqs = _size(seq_lens_cpu)
         _check_int32("query_start_loc", query_start_loc, num_reqs + 1, num_reqs + 1, self.device)
         _check_int32("seq_lens", seq_lens, num_reqs, num_reqs, self.device)
-        if len(query_start_loc_cpu) != num_reqs + 1 or num_reqs > self.max_reqs:
+        if _size(query_start_loc_cpu) != num_reqs + 1 or num_reqs > self.max_reqs:
             raise ValueError(
                 f"query_start_loc_cpu must have one entry more than seq_lens_cpu, and that at most "
-                f"max_reqs = {self.max_reqs}, got {len(query_start_loc_cpu)} and {num_reqs}"
+                f"max_reqs = {self.max_reqs}, got {_size(query_start_loc_cpu)} and {num_reqs}"
             )
         if not 0 <= num_decodes <= num_reqs:
             raise ValueError(f"num_decodes must be from 0 to {num_reqs}, got {num_decodes}")
-        starts = _integers("query_start_loc_cpu", query_start_loc_cpu)
-        by_request = self.next_n
-        if num_decodes:
-            by_request = self._decode_rows(starts[: num_decodes + 1])
-            starts = starts[num_decodes:]
-        lens: list[int] = []
-        if num_decodes < num_reqs:
-            lens = _integers("seq_lens_cpu", seq_lens_cpu[num_decodes:] if num_decodes else seq_lens_cpu)
-        # A sorted list is recognised in one pass.
-        if starts != sorted(starts) or (num_decodes == 0 and starts[0] != 0):
-            raise ValueError(f"query_start_loc_cpu must begin with 0 and not decrease, got {starts}")
-        rows = starts[-1] if num_tokens is None else num_tokens
-        if not starts[-1] <= rows <= self.max_tokens:
+        starts, by_request = self._starts(query_start_loc_cpu, num_decodes)
+        end = starts[-1]
+        rows = end if num_tokens is None else num_tokens
+        if not end <= rows <= self.max_tokens:
             raise ValueError(
-                f"the step has {starts[-1]} rows, {rows} with padding; padding must not be negative, and the "
+                f"the step has {end} rows, {rows} with padding; padding must not be negative, and the "
                 f"rows at most max_tokens = {self.max_tokens}"
             )
-        groups: list[KeyGroup] = []
-        longest, total = self.next_n, 0
-        if lens:
-            keys = self._key_lens(lens)
-            most = self.max_keys if key_budget is None else key_budget
-            if logits_budget < LOGIT_BYTES or most < (key_budget is not None):
-                raise ValueError(f"logits_budget must be at least 4 and key_budget 1, got {logits_budget} and {most}")
-            groups = group_requests(starts, keys, num_decodes, logits_budget, most)
-            longest = max(longest, max(keys), starts[-1] - starts[0])
-            total = groups[-1].key_base + groups[-1].total_keys
-            if total > self.max_keys:
-                raise ValueError(f"the prefill requests have {total} keys, more than max_keys = {self.max_keys}")
-        layout = StepLayout(num_reqs, num_decodes, self.compress_ratio, groups, starts[-1], longest, total)
-        table = self._table.hold(layout.words()) if len(groups) > INLINE_GROUPS else None
+        if num_decodes == num_reqs:
+            lens: list[int] = []
+            layout = StepLayout(num_reqs, num_decodes, self.compress_ratio, [], end, self.next_n, 0)
+        else:
+            lens = _integers("seq_lens_cpu", seq_lens_cpu[num_decodes:] if num_decodes else seq_lens_cpu)
+            layout = self._layout(num_decodes, starts, lens, logits_budget, key_budget)
+        table = self._table.hold(layout.words()) if len(layout.groups) > INLINE_GROUPS else None
         self._backend.build_metadata(query_start_loc, seq_lens, layout, self._buffers, table)
         self._generation[0] += 1
         return IndexerMetadata(self._buffers, layout, starts, lens, rows, by_request, logits_budget, self._generation)
 
-    def _key_lens(self, lens: list[int]) -> list[int]:
-        if self.compress_ratio == 1 and min(lens) >= 0:
-            return lens
-        return [max(length, 0) // self.compress_ratio for length in lens]
-
-    def _decode_rows(self, starts: list[int]) -> int:
-        """next_n where every decode request has that many rows, else 0; refuses more."""
-        if starts == self._uniform[: len(starts)]:
-            return self.next_n
-        rows = {end - start for start, end in itertools.pairwise(starts)}
-        if starts[0] != 0 or min(rows) < 0 or max(rows) > self.next_n:
+    def _starts(self, values: HostIntegers, num_decodes: int) -> tuple[list[int], int]:
+        """First rows of the prefill requests and the end; rows of every decode request, 0 where they differ."""
+        if isinstance(values, torch.Tensor) and values.dtype == torch.int32 and values.is_cpu:
+            # All requests decode next_n rows: known without looking at one after the other.
+            uniform = self._uniform.get(num_decodes)
+            if uniform is None:
+                end = num_decodes * self.next_n
+                uniform = torch.arange(0, end + 1, self.next_n, dtype=torch.int32)
+                self._uniform[num_decodes] = uniform
+            if torch.equal(values, uniform):
+                return [num_decodes * self.next_n], self.next_n
+        starts = _integers("query_start_loc_cpu", values)
+        # A sorted list is recognised in one pass.
+        if starts[0] != 0 or starts != sorted(starts):
+            raise ValueError(f"query_start_loc_cpu must begin with 0 and not decrease, got {starts}")
+        if num_decodes == 0:
+            return starts, self.next_n
+        rows = set(map(operator.sub, starts[1 : num_decodes + 1], starts))
+        if max(rows) > self.next_n:
             raise ValueError(
-                f"query_start_loc_cpu must begin with 0 and give each of the first num_decodes requests from 0 "
-                f"to next_n = {self.next_n} rows, got {starts}"
+                f"the first num_decodes = {num_decodes} requests must have at most next_n = {self.next_n} rows "
+                f"each, got query_start_loc_cpu {starts}"
             )
-        return 0
+        return starts[num_decodes:], self.next_n if rows == {self.next_n} else 0
+
+    def _layout(
+        self, num_decodes: int, starts: list[int], lens: list[int], logits_budget: int, key_budget: int | None
+    ) -> StepLayout:
+        """The layout of a step with prefill requests, of which ``starts`` and ``lens`` are."""
+        if self.compress_ratio == 1 and min(lens) >= 0:
+            keys = lens
+        else:
+            keys = [max(length, 0) // self.compress_ratio for length in lens]
+        most = self.max_keys if key_budget is None else key_budget
+        if logits_budget < LOGIT_BYTES or most < (key_budget is not None):
+            raise ValueError(f"logits_budget must be at least 4 and key_budget 1, got {logits_budget} and {most}")
+        groups = group_requests(starts, keys, num_decodes, logits_budget, most)
+        total = groups[-1].key_base + groups[-1].total_keys
+        if total > self.max_keys:
+            raise ValueError(f"the prefill requests have {total} keys, more than max_keys = {self.max_keys}")
+        longest = max(self.next_n, max(keys), starts[-1] - starts[0])
+        num_reqs = num_decodes + len(lens)
+        return StepLayout(num_reqs, num_decodes, self.compress_ratio, groups, starts[-1], longest, total)
+
+
+def _size(values: HostIntegers) -> int:
+    return values.shape[0] if isinstance(values, torch.Tensor) else len(values)
 
 
 def _integers(name: str, values: HostIntegers) -> list[int]:

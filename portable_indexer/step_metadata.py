@@ -83,9 +83,10 @@ class StepLayout(NamedTuple):
 
         At least INLINE_GROUPS words; those that are no group begin beyond every request.
         """
-        words = [group.key_base << 32 | group.request_start for group in self.groups]
         beyond = self.total_keys << 32 | MAX_REQS + 1
-        return words + [beyond] * (INLINE_GROUPS - len(words))
+        words = [beyond] * INLINE_GROUPS
+        words[: len(self.groups)] = [group.key_base << 32 | group.request_start for group in self.groups]
+        return words
 
 
 class PrefillChunk(NamedTuple):
@@ -145,19 +146,32 @@ class IndexerMetadata:
         logits_budget: int,
         generation: list[int],
     ) -> None:
-        self._buffers = buffers
-        self._groups = layout.groups
+        self._buffers, self._layout = buffers, layout
         self._query_starts = query_starts  # of the prefill requests, with the end of the last
         self._rows_by_request = rows_by_request  # rows of every decode request; 0 where they differ
         self._logits_budget = logits_budget
         self._generation, self._built = generation, generation[0]
-        self.prefill_seq_lens = seq_lens
-        self.num_tokens = num_tokens
-        self.compress_ratio = layout.compress_ratio
-        self.num_decodes = layout.num_decodes
-        self.num_prefills = layout.num_reqs - layout.num_decodes
-        self.num_decode_tokens = query_starts[0]
-        self.num_prefill_tokens = query_starts[-1] - query_starts[0]
+        self.prefill_seq_lens, self.num_tokens = seq_lens, num_tokens
+
+    @property
+    def compress_ratio(self) -> int:
+        return self._layout.compress_ratio
+
+    @property
+    def num_decodes(self) -> int:
+        return self._layout.num_decodes
+
+    @property
+    def num_prefills(self) -> int:
+        return self._layout.num_reqs - self._layout.num_decodes
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self._query_starts[0]
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return self._query_starts[-1] - self._query_starts[0]
 
     @property
     def is_current(self) -> bool:
@@ -216,7 +230,7 @@ class IndexerMetadata:
         """The chunks in order; together they hold every prefill row once. A group without rows has none."""
         buffers = self._held()
         chunks = []
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(self._layout.groups):
             request_start, request_end, first, last, base, total = group
             if first == last:
                 continue

@@ -66,10 +66,10 @@ def random_step(generator: torch.Generator, most_reqs: int = 40) -> Step:
 
     reqs = draw(0, most_reqs)
     ratio = (1, 3, 4)[draw(0, 2)]
-    query_lens = [(0, 1, draw(1, 4), draw(0, 1500))[draw(0, 3)] for _ in range(reqs)]
-    seq_lens = [max(0, rows + (0, -5, draw(0, 2000))[draw(0, 2)]) for rows in query_lens]
-    host_lens = [length + (0, 0, draw(0, 900))[draw(0, 2)] for length in seq_lens]
-    return Step(query_lens, seq_lens, draw(0, reqs), (0, 3, 1500)[draw(0, 2)], ratio, host_lens)
+    query_lens = [(0, 1, draw(1, 4), draw(0, 500))[draw(0, 3)] for _ in range(reqs)]
+    seq_lens = [max(0, rows + (0, -5, draw(0, 700))[draw(0, 2)]) for rows in query_lens]
+    host_lens = [length + (0, 0, draw(0, 300))[draw(0, 2)] for length in seq_lens]
+    return Step(query_lens, seq_lens, draw(0, reqs), (0, 3, 600)[draw(0, 2)], ratio, host_lens)
 
 
 def builder_for(step: Step, backend: str, device: torch.device, **options: int) -> IndexerMetadataBuilder:

@@ -13,8 +13,8 @@ HUGE = 1 << 50
 
 
 def test_random_steps_match_the_step_written_out(backend_name, device, generator):
-    budgets = ((HUGE, 1 << 30), (40_000, 10_000), (4_000_000, 6_000), (4, 10_000))
-    for trial in range(16):
+    budgets = ((HUGE, 1 << 30), (40_000, 10_000), (400_000, 2_000), (4, 10_000))
+    for trial in range(10):
         step = random_step(generator)
         logits_budget, key_budget = budgets[trial % 4]
         builder = builder_for(step, backend_name, device)
@@ -27,14 +27,14 @@ def test_random_steps_match_the_step_written_out(backend_name, device, generator
 
 
 def test_a_shorter_step_resets_what_a_longer_one_left(backend_name, device, generator):
-    builder = fenced(IndexerMetadataBuilder(9000, 40, 120_000, next_n=1500, device=device, backend=backend_name))
+    builder = fenced(IndexerMetadataBuilder(9000, 40, 120_000, next_n=500, device=device, backend=backend_name))
     for _ in range(6):
         step = random_step(generator, most_reqs=4)
         step.compress_ratio = 1
         check(step, step.build(builder), builder)
 
 
-@pytest.mark.parametrize("reqs", [17, 40, 200])
+@pytest.mark.parametrize("reqs", [17, 40, 100])
 def test_more_groups_than_travel_by_value(backend_name, device, generator, reqs):
     lens = torch.randint(5, 9, (reqs,), generator=generator).tolist()
     step = Step([1 + length // 3 for length in lens], lens, num_decodes=reqs // 5)
@@ -185,7 +185,7 @@ def test_a_step_that_was_overwritten_is_not_read(backend_name, device):  # V16
     "arguments, message",
     [
         ({"num_decodes": 3}, "num_decodes"),
-        ({"num_decodes": 2}, "num_decodes"),
+        ({"num_decodes": 2}, "next_n = 1 rows"),
         ({"num_tokens": 4}, "rows"),
         ({"num_tokens": 9}, "max_tokens = 8"),
         ({"logits_budget": 3}, "logits_budget"),

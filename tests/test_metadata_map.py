@@ -30,7 +30,6 @@ def expected(starts: list[int], size: int, pad_value: int) -> list[int]:
         [0, 5, 5, 5],
         [0, 0, 3, 3, 3, 1030, 1030, 1031],
         list(range(18)),
-        [0, *range(513)],
         [0, 1023, 1024, 1025, 2048, 4097],
     ],
 )
@@ -47,6 +46,13 @@ def test_boundaries(backend_name, device, starts, padding, pad_value):
     assert out.tolist() == expected(starts, tokens + 100, pad_value)
     fresh = token_to_req_indices(query_start_loc, tokens, pad_value=pad_value, backend=backend_name)
     assert fresh.tolist() == expected(starts, tokens, pad_value)
+
+
+def test_many_requests_of_one_token(backend_name, device):
+    starts = [0, *range(513)]
+    query_start_loc = torch.tensor(starts, dtype=torch.int32, device=device)
+    got = token_to_req_indices(query_start_loc, 520, pad_value=-1, backend=backend_name)
+    assert got.tolist() == expected(starts, 520, -1)
 
 
 def test_random_boundaries(backend_name, device, generator):

@@ -16,11 +16,11 @@ import triton.language as tl
 from portable_indexer.backends.triton_common.kept import KeptKernel
 from portable_indexer.step_metadata import INLINE_GROUPS, MetadataBuffers, StepLayout
 
-MAP_TILE = 2048
+MAP_TILE = 1024
 MAP_WARPS = 4
-STEP_TILE = 512
-STEP_WARPS = 2
-LANES = 256  # lengths summed at once
+STEP_TILE = 256
+STEP_WARPS = 1
+LANES = 128  # lengths summed at once
 MAX_PROGRAMS = 2048
 MAX_TAILS = 64
 
@@ -217,9 +217,9 @@ def token_to_req_indices(query_start_loc: torch.Tensor, out: torch.Tensor, pad_v
     num_reqs, capacity, device = query_start_loc.shape[0] - 1, out.shape[0], out.device
     if capacity == 0:
         return
-    grid = map_grid(num_reqs, capacity)
-    if _MAP.kept_on(device):
-        _MAP.launch(grid, device, query_start_loc.data_ptr(), out.data_ptr(), num_reqs, capacity, pad_value)
+    grid, kernel = map_grid(num_reqs, capacity), _MAP.loaded(device)
+    if kernel is not None:
+        kernel.launch(grid, query_start_loc.data_ptr(), out.data_ptr(), num_reqs, capacity, pad_value)
     else:
         _MAP.launch_tensors(grid, device, query_start_loc, out, num_reqs, capacity, pad_value)
 
@@ -237,15 +237,13 @@ def build_metadata(
     than a launch takes by value, and may be None otherwise.
     """
     device, capacity = buffers.device, buffers.max_tokens
-    grid = step_grid(layout.num_reqs, layout.longest, capacity - layout.num_tokens)
-    scalars = (
-        *(layout.num_reqs, layout.num_decodes, layout.compress_ratio, capacity, layout.total_keys),
-        *(len(layout.groups), *layout.words()[:INLINE_GROUPS]),
-    )
-    if _STEP.kept_on(device):
+    num_reqs, num_decodes, ratio, groups, num_tokens, longest, total_keys = layout
+    grid = step_grid(num_reqs, longest, capacity - num_tokens)
+    scalars = (num_reqs, num_decodes, ratio, capacity, total_keys, len(groups), *layout.words()[:INLINE_GROUPS])
+    kernel = _STEP.loaded(device)
+    if kernel is not None:
         table = 0 if group_table is None else group_table.data_ptr()
-        inputs = (query_start_loc.data_ptr(), seq_lens.data_ptr())
-        _STEP.launch(grid, device, *inputs, *buffers.addresses, table, *scalars)
+        kernel.launch(grid, query_start_loc.data_ptr(), seq_lens.data_ptr(), *buffers.addresses, table, *scalars)
     else:
         words = torch.empty(1, dtype=torch.int64, device=device) if group_table is None else group_table
         _STEP.launch_tensors(grid, device, query_start_loc, seq_lens, *buffers.written, words, *scalars)
@@ -256,6 +254,6 @@ def warmup_metadata(device: torch.device) -> int:
     if device.type == "cuda":
         ints = torch.zeros(2, dtype=torch.int32, device=device)
         words = torch.zeros(1, dtype=torch.int64, device=device)
-        _MAP.compile(device, ints, ints, 1, 1, 0)
-        _STEP.compile(device, *(ints,) * 8, words, *(1,) * (6 + INLINE_GROUPS))
+        _MAP.load(device, ints, ints, 1, 1, 0)
+        _STEP.load(device, *(ints,) * 8, words, *(1,) * (6 + INLINE_GROUPS))
     return 2

@@ -16,14 +16,17 @@ import torch
 VLLM_FILE = Path("vllm/v1/attention/ops/metadata.py")
 
 
-def host_map(query_start_loc_cpu: torch.Tensor, out: torch.Tensor, pinned: torch.Tensor) -> torch.Tensor:
-    """The map made by numpy on the host and sent from pinned memory."""
+def host_map(query_start_loc_cpu: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The map made by numpy on the host and sent from pinned memory; what lies behind it is cleared.
+
+    Pinned anew each time, out of torch's cache of pinned memory: a kept buffer would have to be waited for.
+    """
     import numpy as np
 
     lens = np.diff(query_start_loc_cpu.numpy())
     mapped = np.repeat(np.arange(len(lens), dtype=np.int32), lens)
-    pinned.numpy()[: len(mapped)] = mapped
-    out[: len(mapped)].copy_(pinned[: len(mapped)], non_blocking=True)
+    out.zero_()
+    out[: len(mapped)].copy_(torch.from_numpy(mapped).pin_memory(), non_blocking=True)
     return out
 
 

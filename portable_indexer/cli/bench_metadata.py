@@ -50,7 +50,7 @@ class Case:
         self.lens = self.lens_cpu.to(self.device)
         self.out = torch.full((self.padded,), -77, dtype=torch.int32, device=self.device)
         self.builder = IndexerMetadataBuilder(
-            self.padded, self.reqs, self.reqs * length, next_n=MOST_DECODE_ROWS, device=self.device
+            self.padded, self.reqs, self.reqs * length, next_n=min(self.rows, MOST_DECODE_ROWS), device=self.device
         )
         self.built = self.build()
 
@@ -78,12 +78,12 @@ class Case:
         for buffer in self.builder._buffers.written:
             buffer.fill_(-77)
         built = self.build()
-        chain = peers.torch_step(self.starts, self.lens, self.num_decodes, self.tokens, built._groups)
+        chain = peers.torch_step(self.starts, self.lens, self.num_decodes, self.tokens, built._layout.groups)
         right = right and torch.equal(built.token_to_req, want)
         right = right and torch.equal(built.row_keys[: self.tokens], chain[1])
         for chunk in built.chunks:
-            group = 3 + 4 * [g.request_start for g in built._groups].index(chunk.request_start)
-            first = chunk.token_start - built._groups[(group - 3) // 4].token_start
+            group = 3 + 4 * [g.request_start for g in built._layout.groups].index(chunk.request_start)
+            first = chunk.token_start - built._layout.groups[(group - 3) // 4].token_start
             rows = slice(first, first + chunk.token_end - chunk.token_start)
             right = right and torch.equal(chunk.key_starts, chain[group])
             right = right and torch.equal(chunk.key_to_req, chain[group + 1])
@@ -139,22 +139,21 @@ def graph_times(calls: dict[str, Call], rounds: int) -> dict[str, float]:
 
 def measure(case: Case, vllm: Callable[..., Any] | str, rounds: int) -> dict[str, Any]:
     """All figures of one size."""
-    pinned = torch.empty(case.padded, dtype=torch.int32, pin_memory=True)
     spare = torch.empty_like(case.out)
     calls: dict[str, Call] = {
         "map": case.map,
         "build": case.build,
         "build and chunks": lambda: case.build().chunks,
-        "numpy and pinned copy": lambda: peers.host_map(case.starts_cpu, spare, pinned),
+        "numpy and pinned copy": lambda: peers.host_map(case.starts_cpu, spare),
         "repeat_interleave": lambda: peers.repeat_map(case.starts, case.tokens),
         "torch chain": lambda: peers.torch_step(
-            case.starts, case.lens, case.num_decodes, case.tokens, case.built._groups
+            case.starts, case.lens, case.num_decodes, case.tokens, case.built._layout.groups
         ),
         "arange": lambda: torch.arange(case.padded + 1, dtype=torch.int32, device=case.device),
         "arange slice": lambda: case.builder._buffers.arange[: case.padded + 1],
     }
     in_graph: dict[str, Call] = {"map": case.map, "fill": lambda: spare.fill_(7)}
-    if len(case.built._groups) <= 16:
+    if len(case.built._layout.groups) <= 16:
         in_graph["build"] = case.build
     if callable(vllm):
         calls["vllm map"] = in_graph["vllm map"] = lambda: vllm(case.starts, spare, case.tokens, case.padded)
