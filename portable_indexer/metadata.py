@@ -213,7 +213,7 @@ class IndexerMetadataBuilder:
 
     def _starts(self, values: HostIntegers, num_decodes: int) -> tuple[list[int], int]:
         """First rows of the prefill requests and the end; rows of every decode request, 0 where they differ."""
-        if isinstance(values, torch.Tensor) and values.dtype == torch.int32 and values.is_cpu:
+        if num_decodes and isinstance(values, torch.Tensor) and values.dtype == torch.int32 and values.is_cpu:
             # All requests decode next_n rows: known without looking at one after the other.
             uniform = self._uniform.get(num_decodes)
             if uniform is None:
@@ -262,7 +262,7 @@ def _size(values: HostIntegers) -> int:
 
 def _integers(name: str, values: HostIntegers) -> list[int]:
     if isinstance(values, torch.Tensor):
-        if values.device.type != "cpu" or values.is_floating_point() or values.ndim != 1:
+        if not values.is_cpu or values.is_floating_point() or values.ndim != 1:
             raise TypeError(f"{name} must be a vector of integers on the host, got {describe(values)}")
         integers: list[int] = values.tolist()
         return integers

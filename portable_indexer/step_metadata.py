@@ -16,6 +16,8 @@ NO_REQUEST = -1
 # So many groups go along with a launch by value; more are read from a table on the device.
 INLINE_GROUPS = 16
 MAX_REQS = 1 << 24
+BEYOND = MAX_REQS + 1
+NO_GROUPS = [BEYOND] * INLINE_GROUPS
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,7 @@ class StepLayout(NamedTuple):
 
         At least INLINE_GROUPS words; those that are no group begin beyond every request.
         """
-        beyond = self.total_keys << 32 | MAX_REQS + 1
-        words = [beyond] * INLINE_GROUPS
+        words = [self.total_keys << 32 | BEYOND] * INLINE_GROUPS
         words[: len(self.groups)] = [group.key_base << 32 | group.request_start for group in self.groups]
         return words
 

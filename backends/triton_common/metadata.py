@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from portable_indexer.backends.triton_common.kept import KeptKernel
-from portable_indexer.step_metadata import INLINE_GROUPS, MetadataBuffers, StepLayout
+from portable_indexer.step_metadata import INLINE_GROUPS, NO_GROUPS, MetadataBuffers, StepLayout
 
 MAP_TILE = 1024
 MAP_WARPS = 4
@@ -208,8 +208,11 @@ def step_grid(num_reqs: int, longest: int, padding: int) -> tuple[int, int]:
     ``longest`` (most rows or keys of a request) and ``padding`` (rows to the end of the buffers) are what the
     host expects; anything comes out right.
     """
-    parts = max(1, min(-(-longest // STEP_TILE), MAX_PROGRAMS // max(1, num_reqs)))
-    return num_reqs + max(1, min(-(-padding // (STEP_TILE * parts)), MAX_TAILS)), parts
+    # Every step pays for this: comparisons cost less than calls of min and max.
+    parts, most = -(-longest // STEP_TILE), MAX_PROGRAMS // (num_reqs or 1)
+    parts = (parts if parts < most else most) or 1
+    tails = -(-padding // (STEP_TILE * parts)) or 1
+    return num_reqs + (tails if tails < MAX_TAILS else MAX_TAILS), parts
 
 
 def token_to_req_indices(query_start_loc: torch.Tensor, out: torch.Tensor, pad_value: int) -> None:
@@ -239,14 +242,17 @@ def build_metadata(
     device, capacity = buffers.device, buffers.max_tokens
     num_reqs, num_decodes, ratio, groups, num_tokens, longest, total_keys = layout
     grid = step_grid(num_reqs, longest, capacity - num_tokens)
-    scalars = (num_reqs, num_decodes, ratio, capacity, total_keys, len(groups), *layout.words()[:INLINE_GROUPS])
+    scalars = (num_reqs, num_decodes, ratio, capacity, total_keys, len(groups))
+    words = layout.words()[:INLINE_GROUPS] if groups else NO_GROUPS
     kernel = _STEP.loaded(device)
     if kernel is not None:
         table = 0 if group_table is None else group_table.data_ptr()
-        kernel.launch(grid, query_start_loc.data_ptr(), seq_lens.data_ptr(), *buffers.addresses, table, *scalars)
+        inputs = (query_start_loc.data_ptr(), seq_lens.data_ptr())
+        kernel.launch(grid, *inputs, *buffers.addresses, table, *scalars, *words)
     else:
-        words = torch.empty(1, dtype=torch.int64, device=device) if group_table is None else group_table
-        _STEP.launch_tensors(grid, device, query_start_loc, seq_lens, *buffers.written, words, *scalars)
+        held = torch.empty(1, dtype=torch.int64, device=device) if group_table is None else group_table
+        tensors = (query_start_loc, seq_lens, *buffers.written, held)
+        _STEP.launch_tensors(grid, device, *tensors, *scalars, *words)
 
 
 def warmup_metadata(device: torch.device) -> int:
