@@ -179,9 +179,15 @@ class Backend(Protocol):
         """Bytes that ``index_topk`` wants within a logits budget in bytes; never less than it needs."""
 
     def expand_pools(
-        self, pool_ids: torch.Tensor, ke: torch.Tensor, positions: torch.Tensor, pool: int, out: torch.Tensor
+        self,
+        pool_ids: torch.Tensor,
+        ks: torch.Tensor,
+        ke: torch.Tensor,
+        positions: torch.Tensor,
+        pool: int,
+        out: torch.Tensor,
     ) -> None:
-        """Turn pool ids [M, k // pool] into token ids [M, k + pool - 1] int32 (see ``pool_topk``)."""
+        """Turn pool ids [M, P] into token ids [M, W] int32 (see ``pool_topk``); they may be out's first columns."""
 
     def token_to_req_indices(self, query_start_loc: torch.Tensor, out: torch.Tensor, pad_value: int) -> None:
         """Write the request of each token into out [T] int32; tokens past the last request get pad_value."""

@@ -254,9 +254,7 @@ def test_no_rows_and_no_keys(backend_name: str, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_rows_longer_than_float32_counts(
-    backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
+def test_rows_longer_than_float32_counts(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     """2^24 + 100,000 keys of which all but the last few tie: counts must be integers."""
     width = (1 << 24) + 100_000
     logits = torch.zeros(2, width, device=device)

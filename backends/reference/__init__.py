@@ -66,11 +66,17 @@ class Reference:
         return max(row, min(budget, row * problem.num_rows))
 
     def expand_pools(
-        self, pool_ids: torch.Tensor, ke: torch.Tensor, positions: torch.Tensor, pool: int, out: torch.Tensor
+        self,
+        pool_ids: torch.Tensor,
+        ks: torch.Tensor,
+        ke: torch.Tensor,
+        positions: torch.Tensor,
+        pool: int,
+        out: torch.Tensor,
     ) -> None:
         from portable_indexer.backends.reference import pools
 
-        pools.expand_pools(pool_ids, ke, positions, pool, out)
+        pools.expand_pools(pool_ids, ks, ke, positions, pool, out)
 
     def token_to_req_indices(self, query_start_loc: torch.Tensor, out: torch.Tensor, pad_value: int) -> None:
         from portable_indexer.backends.reference import metadata

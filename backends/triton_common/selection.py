@@ -34,26 +34,24 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 class SelectionChoice:
     """Tile sizes and warps of the selection kernels; they change the time of an answer, never the answer."""
 
-    short_keys: int = 16384  # rows of at most so many columns are chosen in registers
+    short_keys: int = 8192  # rows of at most so many columns are chosen in registers
     short_keys_per_warp: int = 1024
     short_piece: int = 2048  # ids written at a time
     most_sample: int = 16384  # keys of a row's sample; twice as many beyond 2^21 keys
     sample_run: int = 32  # of them side by side
-    sample_keys_per_warp: int = 1024
-    mark_block: int = 4096  # keys that a program of the full read has in flight
-    mark_steps: int = 2  # such blocks one after the other
-    mark_warps: int = 8
+    sample_keys_per_warp: int = 2048
+    tile_keys: int = 8192  # keys that a program of the full read goes over
+    mark_block: int = 4096  # of them in flight at a time
+    mark_block_wide: int = 2048  # the same in rows of more than ``wide_keys`` columns
+    wide_keys: int = 1 << 18
+    mark_keys_per_warp: int = 512
     choose_keys_per_warp: int = 1024
     choose_piece: int = 1024  # ids written at a time
-    finish_chunk: int = 2048  # keys of a search over a whole row in flight, times four
-    finish_warps: int = 8
-    spare_programs: int = 512  # of the kernels for rows that failed
+    finish_chunk: int = 4096  # keys of a search over a whole row in flight, times four
+    finish_warps: int = 16
+    spare_programs: int = 256  # of the kernels for rows that failed
     whole_rows: int = 16  # index_topk scores whole rows where so many fit into the budget
     stage_keys: int = 65536  # and otherwise so many keys of a row at a time, or more
-
-    @property
-    def tile_keys(self) -> int:
-        return self.mark_block * self.mark_steps
 
 
 def _power_of_two(value: int) -> int:
@@ -155,7 +153,9 @@ def long_kernels(plan: Plan, unit: int) -> tuple[KeptKernel, KeptKernel, KeptKer
     choice, held = plan.choice, ("CAPACITY", plan.capacity)
     row = ("UNIT", unit)
     sample = (("SAMPLE", plan.sample), ("RUN", choice.sample_run))
-    tile = (("BLOCK", choice.mark_block), ("STEPS", choice.mark_steps))
+    block = choice.mark_block_wide if plan.width > choice.wide_keys else choice.mark_block
+    tile = (("BLOCK", block), ("STEPS", choice.tile_keys // block))
+    mark_warps = max(1, block // choice.mark_keys_per_warp)
     few = plan.tiles <= 16
     listed = (
         held,
@@ -167,9 +167,9 @@ def long_kernels(plan: Plan, unit: int) -> tuple[KeptKernel, KeptKernel, KeptKer
     choose_warps = _warps(plan.capacity, choice.choose_keys_per_warp)
     return (
         kept_kernel(guess_threshold, _warps(plan.sample, choice.sample_keys_per_warp), row, *sample, held),
-        kept_kernel(mark_candidates, choice.mark_warps, row, *tile),
+        kept_kernel(mark_candidates, mark_warps, row, *tile),
         kept_kernel(choose_candidates, choose_warps, row, *listed, *again),
-        kept_kernel(mark_again, choice.mark_warps, row, *tile),
+        kept_kernel(mark_again, mark_warps, row, *tile),
         kept_kernel(finish_rows, choice.finish_warps, row, *listed, ("CHUNK", choice.finish_chunk)),
     )
 
@@ -247,15 +247,15 @@ def warmup_selection(device: torch.device, topk: int, choice: SelectionChoice) -
             for unit in (1, 4):
                 if plan.short:
                     kernel = short_kernel(plan, unit)
-                    kernel.compile(device, f, i, i, i, 1, 1, 1, 1)
+                    kernel.load(device, f, i, i, i, 1, 1, 1, 1)
                     compiled.add(kernel)
                     continue
                 kernels = long_kernels(plan, unit)
                 state, candidates = (f, i, i, f, i, i), (i, i, u)
-                kernels[0].compile(device, *state, 1, 1, 1, 1)
-                kernels[1].compile(device, *state, *candidates, 1, 1, 1, 1)
-                kernels[2].compile(device, *state, *candidates, i, 1, 1, 1, 1, 1, 1)
-                kernels[3].compile(device, *state, *candidates, 1, 1, 1, 1, 1)
-                kernels[4].compile(device, *state, *candidates, i, 1, 1, 1, 1, 1, 1, 1)
+                kernels[0].load(device, *state, 1, 1, 1, 1)
+                kernels[1].load(device, *state, *candidates, 1, 1, 1, 1)
+                kernels[2].load(device, *state, *candidates, i, 1, 1, 1, 1, 1, 1)
+                kernels[3].load(device, *state, *candidates, 1, 1, 1, 1, 1)
+                kernels[4].load(device, *state, *candidates, i, 1, 1, 1, 1, 1, 1, 1)
                 compiled.update(kernels)
     return len(compiled)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from portable_indexer.backends.triton_common import selection_keys as keys
-from portable_indexer.backends.triton_common.selection_guess import sample_images, threshold_of_rank
+from portable_indexer.backends.triton_common.selection_guess import power, sample_best, threshold_of_share
 
 
 @triton.jit
@@ -22,8 +22,8 @@ def _list_places(segment, tiles, index, pitch, TILES: tl.constexpr, LOG_TILES: t
         end = before + tl.cumsum(count, axis=0)
         # Bisection: how many segments end at or before the entry.
         passed = tl.zeros_like(index)
-        for power in tl.static_range(LOG_TILES):
-            half = TILES >> (power + 1)
+        for level in tl.static_range(LOG_TILES):
+            half = TILES >> (level + 1)
             passed += tl.where(tl.gather(end, passed + (half - 1), 0) <= index, half, 0)
         within = (index >= before) & (index < tl.max(end, axis=0))
         places = tl.where(within, index + tl.gather(place - end + count, passed, 0), places)
@@ -147,13 +147,13 @@ def choose_candidates(
     else:
         tl.store(failures + 1 + tl.atomic_add(failures, 1, sem="relaxed"), row.to(tl.int32))
         base = tl.multiple_of(logits + row * pitch * UNIT, 4 * UNIT)
-        sample = sample_images(base, first, last, SAMPLE, RUN)
-        taken = tl.sum((sample != 0).to(tl.int32), axis=0)
-        # How many keys stand behind one of the sample is known better now: from those at the first threshold.
-        reached = tl.sum((sample >= keys.image(tl.load(threshold + row))).to(tl.int32), axis=0)
-        part = taken.to(tl.float32) / length.to(tl.float32)
-        if (reached > 0) & (total > 0):
-            part = reached.to(tl.float32) / total.to(tl.float32)
+        best, groups, size = sample_best(base, first, last, SAMPLE, RUN)
         goal = tl.sqrt(k.to(tl.float32) * CAPACITY)
-        tl.store(threshold + row, threshold_of_rank(sample, taken, goal * part))
+        share = goal / length.to(tl.float32)
+        # How the sample stands for the row is known better now: from its keys that reach the first threshold.
+        reached = tl.sum((best >= keys.image(tl.load(threshold + row))).to(tl.int32), axis=0)
+        if (reached > 0) & (reached < groups) & (total > 0):
+            missed = 1.0 - reached.to(tl.float32) / groups.to(tl.float32)
+            share = (1.0 - power(missed, 1.0 / size)) * goal / total.to(tl.float32)
+        tl.store(threshold + row, threshold_of_share(best, groups, size, share))
         tl.store(counter + row, 0)

@@ -7,25 +7,41 @@ import triton.language as tl
 
 from portable_indexer.backends.triton_common import selection_keys as keys
 
+# Keys of the sample, far apart in the row, of which only the best counts: the search sees a quarter of them.
+GROUP = tl.constexpr(4)
+
 
 @triton.jit
-def sample_images(base, first, last, SAMPLE: tl.constexpr, RUN: tl.constexpr):
-    """Images of SAMPLE keys spread evenly over [first, last), RUN of them side by side; 0 where none was taken."""
+def sample_best(base, first, last, SAMPLE: tl.constexpr, RUN: tl.constexpr):
+    """Images of the best key of each group, and how many keys a group has, of a sample spread over [first, last).
+
+    The sample consists of runs of RUN keys side by side. The image of a group without keys is 0.
+    """
     stride = tl.maximum((last - first) // (SAMPLE // RUN), RUN)
     # Runs start at multiples of RUN; one that is not wholly within the row is left out.
     begin = (first + tl.arange(0, SAMPLE // RUN) * stride + (RUN - 1)) // RUN * RUN
-    whole = tl.broadcast_to((begin <= last - RUN)[:, None], [SAMPLE // RUN, RUN])
+    whole = begin <= last - RUN
+    inside = tl.broadcast_to(whole[:, None], [SAMPLE // RUN, RUN])
     column = begin[:, None] + tl.arange(0, RUN)[None, :]
-    images = tl.where(whole, keys.image(tl.load(base + column, mask=whole, other=0.0)), 0)
-    return tl.reshape(images, [SAMPLE])
+    images = tl.where(inside, keys.image(tl.load(base + column, mask=inside, other=0.0)), 0)
+    best = tl.max(tl.reshape(images, [GROUP, SAMPLE // GROUP]), axis=0)
+    taken = tl.sum(whole.to(tl.int32), axis=0) * RUN
+    groups = tl.sum((best != 0).to(tl.int32), axis=0)
+    return best, groups, taken.to(tl.float32) / tl.maximum(groups, 1).to(tl.float32)
 
 
 @triton.jit
-def threshold_of_rank(images, taken, rank):
-    """The score that about ``rank`` of the ``taken`` keys of a sample reach."""
-    least = tl.minimum(tl.maximum(rank.to(tl.int32), 1), taken)
+def power(base, exponent):
+    return tl.exp2(tl.log2(base) * exponent)
+
+
+@triton.jit
+def threshold_of_share(best, groups, size, share):
+    """The score that about ``share`` of the row's keys reach, given the best of ``groups`` groups of ``size``."""
+    rank = groups.to(tl.float32) * (1.0 - power(1.0 - tl.minimum(share, 0.999), size))
+    least = tl.minimum(tl.maximum(rank.to(tl.int32), 1), groups)
     lowest = tl.full((), keys.NEGATIVE_INFINITY, tl.uint32)
-    return keys.score(keys.kth(images, lowest, taken, least, least + least // 32))
+    return keys.score(keys.kth(best, lowest, groups, least, least + least // 32))
 
 
 @triton.jit(
@@ -73,12 +89,12 @@ def guess_threshold(
         found = tl.load(threshold + row)
     elif length > CAPACITY:
         base = tl.multiple_of(logits + row * pitch * UNIT, 4 * UNIT)
-        images = sample_images(base, first, last, SAMPLE, RUN)
-        taken = tl.sum((images != 0).to(tl.int32), axis=0)
-        part = taken.to(tl.float32) / length.to(tl.float32)
+        best, groups, size = sample_best(base, first, last, SAMPLE, RUN)
+        part = size * groups.to(tl.float32) / length.to(tl.float32)
         # Rank r in the sample has a relative spread of 1 / sqrt(r): take the r whose r - 4.3 sqrt(r) is k's share.
         root = (4.3 + tl.sqrt(18.49 + 4.0 * k * part)) * 0.5
-        found = threshold_of_rank(images, taken, tl.minimum(root * root, 0.8 * CAPACITY * part))
+        wanted = tl.minimum(root * root / part, 0.8 * CAPACITY)
+        found = threshold_of_share(best, groups, size, wanted / length.to(tl.float32))
     tl.store(threshold + row, found)
     tl.store(counter + row, 0)
     if row == 0:

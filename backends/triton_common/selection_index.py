@@ -89,7 +89,8 @@ def index_plan(rows: int, keys: int, topk: int, logits_budget: int, choice: Sele
         return IndexPlan(choice, keys, topk, _even(rows, max(whole, 1), 1), keys)
     prefix = _padded(topk, PITCH)
     stage_rows = min(rows, max(1, logits_budget // (4 * (prefix + choice.stage_keys))))
-    stage_keys = max(choice.short_keys, logits_budget // (4 * stage_rows) - prefix) // PITCH * PITCH
+    shortest = max(choice.short_keys, choice.stage_keys // 2)
+    stage_keys = max(shortest, logits_budget // (4 * stage_rows) - prefix) // PITCH * PITCH
     if stage_keys >= keys:
         return IndexPlan(choice, keys, topk, stage_rows, keys)
     return IndexPlan(choice, keys, topk, _even(rows, stage_rows, 1), _even(keys, stage_keys, PITCH))
@@ -230,7 +231,7 @@ def warmup_stages(device: torch.device, topk: int) -> int:
         return 0
     f, i = (torch.empty(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
     bound, *carries = stage_kernels(topk)
-    bound.compile(device, *(i,) * 6, *(1,) * 7)
+    bound.load(device, *(i,) * 6, *(1,) * 7)
     for kernel in carries:
-        kernel.compile(device, f, i, i, i, i, i, f, i, 1, 1, 1, 1, 1)
+        kernel.load(device, f, i, i, i, i, i, f, i, 1, 1, 1, 1, 1)
     return 1 + len(carries)

@@ -47,8 +47,9 @@ def between(low, low_count, high, high_count, goal, turn):
     top = score(high)
     more = low_count.to(tl.float32)
     less = high_count.to(tl.float32)
-    tail = (tl.log(more) - tl.log(goal)) / (tl.log(more) - tl.log(tl.maximum(less, 0.5)))
-    part = tl.where(turn < 2, tail, (more - goal) / (more - less))
+    if turn < 2:
+        more, less, goal = tl.log2(more), tl.log2(tl.maximum(less, 0.5)), tl.log2(goal)
+    part = (more - goal) / (more - less)
     middle = bottom + (top - bottom) * part
     half = low + ((high - low) >> 1)
     found = tl.where((middle > bottom) & (middle < top) & (turn % 4 != 3), image(middle), half)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from portable_indexer.backend import FP8_ENCODINGS
-from portable_indexer.backends.triton_common import metadata, runtime, scoring, selection, selection_index
+from portable_indexer.backends.triton_common import metadata, pools, runtime, scoring, selection, selection_index
 from portable_indexer.backends.triton_cuda import launch
 from portable_indexer.workspace import persistent_workspace
 
@@ -90,6 +90,18 @@ class TritonCuda:
         choice = launch.selection_choice(self._arch())
         return selection_index.index_plan(problem.num_rows, problem.num_keys, problem.topk, budget, choice).nbytes
 
+    def expand_pools(
+        self,
+        pool_ids: torch.Tensor,
+        ks: torch.Tensor,
+        ke: torch.Tensor,
+        positions: torch.Tensor,
+        pool: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Turn pool ids [M, P] into token ids [M, W] int32 (see ``pool_topk``); they may be out's first columns."""
+        pools.expand_pools(pool_ids, ks, ke, positions, pool, out)
+
     def token_to_req_indices(self, query_start_loc: torch.Tensor, out: torch.Tensor, pad_value: int) -> None:
         """Write the request of each token into out [T] int32; tokens past the last request get pad_value."""
         metadata.token_to_req_indices(query_start_loc, out, pad_value)
@@ -110,6 +122,7 @@ class TritonCuda:
         compiled = metadata.warmup_metadata(device)
         compiled += selection.warmup_selection(device, topk, launch.selection_choice(self._arch()))
         compiled += selection_index.warmup_stages(device, topk)
+        compiled += pools.warmup_pools(device)
         for q_dtype in FP8_ENCODINGS:
             for k_dtype in FP8_ENCODINGS:
                 choice = self.scoring_choice(num_heads, head_dim, q_dtype, k_dtype)
