@@ -25,7 +25,6 @@ from portable_indexer.cli._bar import Bar
 from portable_indexer.cli._processes import Meeting, RanksFailed, run_ranks
 from portable_indexer.policy import ShardPolicy
 from portable_indexer.sharding import PrefillRowShard, balanced_prefill_row_shard
-from portable_indexer.warmup import warmup
 from portable_indexer.workspace import Workspace, workspace_bytes
 
 HEAD_DIM = 128
@@ -96,8 +95,12 @@ def run(args: argparse.Namespace) -> int:
     ]
     rows: list[dict[str, Any]] = []
     try:
-        for tp_size in args.ranks:
-            rows += _measure_all(tp_size, shapes, args.repeats)
+        there = torch.cuda.device_count()
+        for tp_size in (size for size in args.ranks if size <= there):
+            rows += _measure(tp_size, [(tp_size, shape) for shape in shapes], args.repeats)
+        absent = [(size, shape) for size in args.ranks if size > there for shape in shapes]
+        if absent:
+            rows += _measure(1, absent, args.repeats)
     except RanksFailed as error:
         print(f"bench sharding: {error}", file=sys.stderr)
         return 1
@@ -105,15 +108,14 @@ def run(args: argparse.Namespace) -> int:
     return int(any(row["equal"] is False for row in rows))
 
 
-def _measure_all(tp_size: int, shapes: list[Shape], repeats: int) -> Iterator[dict[str, Any]]:
-    real = tp_size <= torch.cuda.device_count()
-    ranks = tp_size if real else 1
-    told = run_ranks(_rank, ranks, (tp_size, shapes, repeats), group="cpu:gloo,cuda:nccl" if real else "gloo")
+def _measure(ranks: int, jobs: list[tuple[int, Shape]], repeats: int) -> Iterator[dict[str, Any]]:
+    """Rows of the table, from ``ranks`` processes with a GPU each; one process plays larger sizes by turns."""
+    told = run_ranks(_rank, ranks, (jobs, repeats), group="cpu:gloo,cuda:nccl" if ranks > 1 else "gloo")
     policy = ShardPolicy(mode="auto", environment=False)
-    with Bar(len(shapes), f"TP {tp_size}") as bar:
-        for _, (shape, times) in told:
+    with Bar(len(jobs), f"{ranks} GPUs") as bar:
+        for _, (tp_size, shape, times) in told:
             yield _row(tp_size, shape, times, policy)
-            bar.advance(f"{shape.rows} x {shape.context}")
+            bar.advance(f"TP {tp_size}, {shape.rows} x {shape.context}")
 
 
 def _row(tp_size: int, shape: Shape, times: Times, policy: ShardPolicy) -> dict[str, Any]:
@@ -128,24 +130,22 @@ def _row(tp_size: int, shape: Shape, times: Times, policy: ShardPolicy) -> dict[
     }
 
 
-def _rank(meeting: Meeting, tell: Callable[[Any], None], job: tuple[int, list[Shape], int]) -> None:
-    tp_size, shapes, repeats = job
+def _rank(meeting: Meeting, tell: Callable[[Any], None], job: tuple[list[tuple[int, Shape]], int]) -> None:
+    jobs, repeats = job
     device = torch.device("cuda", meeting.rank)
     torch.cuda.set_device(device)
-    real = meeting.ranks == tp_size
-    if real:
+    if meeting.ranks > 1:
         meeting.init(device_id=device)
-    for shape in shapes:
-        warmup(shape.heads, HEAD_DIM, shape.width, device=device)
-    for shape in shapes:
+    measure = _sharded if meeting.ranks > 1 else _one_by_one
+    for tp_size, shape in jobs:
         operands = _operands(shape, device)
-        space = Workspace(device, workspace_bytes(shape.rows, shape.keys, shape.width, shape.heads, HEAD_DIM, tp_size))
-        measured = (_sharded if real else _one_by_one)(meeting.rank, tp_size, shape, operands, space, repeats)
+        nbytes = workspace_bytes(shape.rows, shape.keys, shape.width, shape.heads, HEAD_DIM, tp_size)
+        times = measure(meeting.rank, tp_size, shape, operands, Workspace(device, nbytes), repeats)
         if meeting.rank == 0:
-            tell((shape, measured))
-        del operands, space
+            tell((tp_size, shape, times))
+        del operands
         torch.cuda.empty_cache()
-    if real:
+    if meeting.ranks > 1:
         dist.destroy_process_group()
 
 
@@ -193,7 +193,7 @@ def _sharded(rank: int, tp_size: int, shape: Shape, operands: Operands, space: W
     def both() -> None:
         index_topk(*operands, shape.width, out=shared, shard=shard, workspace=space)
 
-    both()
+    both()  # compiles, too
     replicated()
     equal = torch.tensor([int(torch.equal(whole, shared))], device=q.device)
     dist.all_reduce(equal, op=dist.ReduceOp.MIN)
