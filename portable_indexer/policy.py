@@ -16,12 +16,24 @@ ENVIRONMENT = "PORTABLE_INDEXER_SHARD"
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted times of one layer's indexer in a step, in seconds. `sharded_s` and `exchange_s` are None
-    where the exchange among that many ranks is not known."""
+    """Predicted device times of one layer's indexer in a step, in seconds.
+
+    `sharded_s` is the slowest rank's own part and the exchange; it and `exchange_s` are None where the exchange
+    among that many ranks is not known. `launch_s` is what the host needs to launch the step's kernels.
+    """
 
     replicated_s: float
     sharded_s: float | None
     exchange_s: float | None
+    launch_s: float
+
+    @property
+    def saving_s(self) -> float | None:
+        """What sharding saves if the device waits for the host wherever the host is slower; None if unknown."""
+        if self.sharded_s is None or self.exchange_s is None:
+            return None
+        own = self.sharded_s - self.exchange_s
+        return max(self.replicated_s, self.launch_s) - max(own, self.launch_s) - self.exchange_s
 
 
 @dataclass(frozen=True)
@@ -106,9 +118,8 @@ class ShardPolicy:
         times = self.estimate(
             rows=rows, pairs=pairs, tp_size=tp_size, num_heads=num_heads, head_dim=head_dim, topk=topk
         )
-        if times.sharded_s is None:
-            return False
-        return times.replicated_s - times.sharded_s > self.margin_s + self.margin * times.replicated_s
+        saving = times.saving_s
+        return saving is not None and saving > self.margin_s + self.margin * times.replicated_s
 
     def estimate(
         self,
@@ -128,11 +139,11 @@ class ShardPolicy:
         replicated = costs.score_s(rows, pairs, heads, dim) + costs.select_s(rows, pairs)
         exchange = costs.exchange_s(rows, width, tp_size)
         if exchange is None:
-            return Estimate(replicated, None, None)
+            return Estimate(replicated, None, None, costs.launch_s)
         share = (1.0 + self.imbalance) / max(tp_size, 1)
         own_rows, own_pairs = rows * share, pairs * share
         own = costs.score_s(own_rows, own_pairs, heads, dim) + costs.select_s(own_rows, own_pairs)
-        return Estimate(replicated, own + exchange, exchange)
+        return Estimate(replicated, own + exchange, exchange, costs.launch_s)
 
     def break_even_rows(self, tp_size: int, context: int = 0) -> int | None:
         """The fewest prefill rows that `decide` shards, None where not even a million are.

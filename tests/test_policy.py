@@ -18,7 +18,7 @@ from portable_indexer.policy import ShardPolicy
 from portable_indexer.tuning import Costs, Exchange, packaged
 
 DEVICES = ("h200", "h100", "mi325x", "mi300x", "mi355x")
-EASY = Costs(10e-6, 0.0, 1e-12, 1e15, 10e-6, 0.0, 2e-12, (Exchange(2, 40e-6, 1e11), Exchange(4, 50e-6, 2e11)))
+EASY = Costs(0.0, 10e-6, 0.0, 1e-12, 1e15, 10e-6, 0.0, 2e-12, (Exchange(2, 40e-6, 1e11), Exchange(4, 50e-6, 2e11)))
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,17 @@ def test_times_follow_from_the_costs() -> None:
     assert times.sharded_s == pytest.approx(20e-6 + pairs / 4 * per_pair + exchange)
 
 
+def test_a_step_that_waits_for_its_launches_is_not_shared() -> None:
+    rows, pairs = 512, causal(512, 16_384)
+    assert ShardPolicy(costs=EASY).decide(rows=rows, pairs=pairs, tp_size=4)
+    slow_host = replace(EASY, launch_s=300e-6)
+    times = ShardPolicy(costs=slow_host).estimate(rows=rows, pairs=pairs, tp_size=4)
+    assert times.replicated_s < 300e-6 and times.saving_s == -(times.exchange_s or 0.0)
+    assert not ShardPolicy(costs=slow_host).decide(rows=rows, pairs=pairs, tp_size=4)
+    longer = causal(512, 1 << 20)
+    assert ShardPolicy(costs=slow_host).decide(rows=rows, pairs=longer, tp_size=4)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tp_size", [2, 4, 8])
 def test_long_contexts_shard_whatever_the_rows(device: str, tp_size: int) -> None:
@@ -69,8 +80,9 @@ def test_sharding_is_chosen_exactly_where_the_saving_beats_the_margin(device: st
     shard = of(device)
     pairs = causal(rows, rows)
     times = shard.estimate(rows=rows, pairs=pairs, tp_size=tp_size)
-    assert times.sharded_s is not None
-    saving = times.replicated_s - times.sharded_s
+    assert times.sharded_s is not None and times.exchange_s is not None
+    own = times.sharded_s - times.exchange_s
+    saving = max(times.replicated_s, times.launch_s) - max(own, times.launch_s) - times.exchange_s
     assert shard.decide(rows=rows, pairs=pairs, tp_size=tp_size) == (saving > 20e-6 + 0.05 * times.replicated_s)
     if rows == 256:
         assert not shard.decide(rows=rows, pairs=pairs, tp_size=tp_size)
@@ -157,7 +169,7 @@ positive = st.floats(min_value=1e-12, max_value=1e18)
 @given(
     st.sampled_from(["auto", "on", "off"]),
     st.none() | st.integers(0, 1 << 20),
-    st.tuples(numbers, numbers, numbers, positive, numbers, numbers, numbers),
+    st.tuples(numbers, numbers, numbers, numbers, positive, numbers, numbers, numbers),
     st.lists(st.tuples(st.integers(2, 64), numbers, positive), max_size=4),
 )
 def test_json_carries_every_bit(mode, min_rows, costs, exchange) -> None:  # type: ignore[no-untyped-def]

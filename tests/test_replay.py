@@ -15,7 +15,7 @@ from portable_indexer.cli.replay import Work, simulate
 from portable_indexer.policy import ShardPolicy
 from portable_indexer.tuning import Costs, Exchange, packaged
 
-COSTS = Costs(10e-6, 0.0, 1e-12, 1e15, 10e-6, 0.0, 2e-12, (Exchange(2, 40e-6, 1e11), Exchange(4, 50e-6, 2e11)))
+COSTS = Costs(0.0, 10e-6, 0.0, 1e-12, 1e15, 10e-6, 0.0, 2e-12, (Exchange(2, 40e-6, 1e11), Exchange(4, 50e-6, 2e11)))
 STEPS = [Work(100, 5_050), Work(8_192, 8_192 * 500_000), Work(65_536, 65_536 * 40_000), Work(32_768, 32_768 * 20_000)]
 
 

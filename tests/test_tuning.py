@@ -241,6 +241,7 @@ def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
 def random_costs() -> Costs:
     draw = random.SystemRandom()
     return Costs(
+        0.0,
         draw.uniform(5e-6, 5e-5),
         draw.uniform(0, 1e-8),
         draw.uniform(1e-13, 3e-12),
@@ -340,6 +341,25 @@ def test_tune_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(report["samples"]) == 3 * 3 * 2
     shares = [abs(predicted / measured - 1) for *_, measured, predicted in report["unseen"]]
     assert run["error"]["worst"] == pytest.approx(max(shares), rel=0.01)
+
+
+def test_tune_keeps_what_it_did_not_measure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from portable_indexer.cli.tune import _content
+    from portable_indexer.tuning.fit import Error
+
+    costs, error = random_costs(), Error(12, 0.03, 0.1)
+    old = content_of("h200")["numbers"]
+    content = _content(device_of("h200"), costs, {4: (3e-5, 2e11)}, "padded", error, False)
+    assert store.check(content, "new") == content
+    assert content["numbers"]["exchange.8.bandwidth"] == old["exchange.8.bandwidth"]
+    assert content["numbers"]["exchange.4.bandwidth"]["source"] == "measured"
+    assert content["choices"]["exchange_algorithm"]["value"] == "padded"
+    spx = _content(replace(device_of("mi325x"), partition="SPX/NPS1"), costs, {}, None, error, False)
+    assert spx["numbers"]["exchange.2.latency_s"] == content_of()["numbers"]["exchange.2.latency_s"]
+    cpx = _content(replace(device_of("mi300x"), partition="CPX/NPS4", units=38), costs, {}, None, error, False)
+    assert not [name for name in cpx["numbers"] if name.startswith("exchange.")]
 
 
 def test_tune_says_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

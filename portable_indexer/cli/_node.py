@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from portable_indexer import _sysfs
+from portable_indexer._version import __version__
 
 VENDORS = {0x1002: "amd", 0x10DE: "nvidia"}
 DEV = Path("/dev")
 TRITON_TESTED = ((3, 6), (3, 8), (3, 9))
-_PACKAGES = ("portable-indexer", "torch", "triton", "amdsmi", "nvidia-ml-py", "numpy", "vllm")
+_PACKAGES = ("torch", "triton", "amdsmi", "nvidia-ml-py", "numpy", "vllm")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Finding:
 
 def versions() -> dict[str, str | None]:
     """Versions of the distributions that matter, None where absent."""
-    found: dict[str, str | None] = {}
+    found: dict[str, str | None] = {"portable-indexer": __version__}
     for name in _PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

@@ -235,7 +235,7 @@ def _print(report: dict[str, Any]) -> None:
 
 def _text(name: str, value: Any) -> str:
     if value is None:
-        return "unknown"
+        return "unknown" if name != "partition" else "none that is known"
     if name in _UNITS:
         size, unit = _UNITS[name]
         return f"{value / size:,.1f} {unit}"

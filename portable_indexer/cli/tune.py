@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {
         "content": content,
         "path": None if args.dry_run else str(path),
-        "columns": ["kind", "rows", "pairs", "heads", "measured_s", "predicted_s"],
+        "columns": ["kind", "rows", "pairs", "heads", "host_s", "measured_s", "predicted_s"],
         "samples": [_line(sample, costs) for sample in samples],
         "unseen": [_line(sample, costs) for sample in unseen],
     }
@@ -105,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _line(sample: Sample, costs: Costs) -> list[Any]:
-    seconds = float(f"{sample.seconds:.5g}"), float(f"{sample.predicted(costs):.5g}")
-    return [sample.kind, sample.rows, sample.pairs, sample.num_heads, *seconds]
+    times = (sample.host_s, sample.seconds, sample.predicted(costs))
+    return [sample.kind, sample.rows, sample.pairs, sample.num_heads, *(float(f"{s:.5g}") for s in times)]
 
 
 def _shapes(text: str) -> list[tuple[int, int]]:
@@ -193,26 +193,44 @@ def _content(
     device: Any, costs: Any, exchange: dict[int, tuple[float, float]], algorithm: str | None, error: Any, seen: bool
 ) -> dict[str, Any]:
     """The tuning file."""
+    from portable_indexer.tuning import packaged_content
+
+    # What was not measured here stays as the package has it, with its own source, unless it is a partition's.
+    whole = device.partition is None or device.partition.startswith("SPX")
+    known = packaged_content(device.product) if device.product and whole else None
+    known = known or {"runs": {}, "numbers": {}, "choices": {}}
+    kept = {name: entry for name, entry in known["numbers"].items() if name.startswith("exchange.")}
+    runs = {name: run for name, run in known["runs"].items() if any(e.get("run") == name for e in kept.values())}
     today = date.today().isoformat()
+    run = today
+    while run in runs:
+        run += "+"
+
+    def measured(value: float) -> dict[str, Any]:
+        return {"value": float(f"{value:.4g}"), "source": "measured", "run": run}
+
     numbers = {
-        name: {"value": getattr(costs, name), "source": "measured", "run": today}
+        name: measured(getattr(costs, name))
         for name in (
-            "score_launch_s",
+            "launch_s",
+            "score_start_s",
             "score_row_s",
             "score_pair_s",
             "score_flops",
-            "select_launch_s",
+            "select_start_s",
             "select_row_s",
             "select_pair_s",
         )
     }
     for ranks, (latency, bandwidth) in sorted(exchange.items()):
-        numbers[f"exchange.{ranks}.latency_s"] = {"value": latency, "source": "measured", "run": today}
-        numbers[f"exchange.{ranks}.bandwidth"] = {"value": bandwidth, "source": "measured", "run": today}
-    if algorithm is None:
-        choice = {"value": "grouped", "source": "reported", "note": "no exchange was measured"}
-    else:
-        choice = {"value": algorithm, "source": "measured", "run": today}
+        kept[f"exchange.{ranks}.latency_s"] = measured(latency)
+        kept[f"exchange.{ranks}.bandwidth"] = measured(bandwidth)
+    numbers |= kept
+    choice: dict[str, Any] = {"value": "grouped", "source": "reported", "note": "no exchange was measured"}
+    if algorithm is not None:
+        choice = {"value": algorithm, "source": "measured", "run": run}
+    elif known["choices"]:
+        choice = known["choices"]["exchange_algorithm"]
     return {
         "schema": 1,
         "product": device.product or device.arch,
@@ -220,7 +238,8 @@ def _content(
         "about": f"Measured by `portable-indexer tune` on {device.name or device.arch}"
         + (f" in partition {device.partition}." if device.partition else "."),
         "runs": {
-            today: {
+            **runs,
+            run: {
                 "date": today,
                 "versions": _versions(device),
                 "error": {
@@ -229,7 +248,7 @@ def _content(
                     "median": round(error.median, 4),
                     "worst": round(error.worst, 4),
                 },
-            }
+            },
         },
         "numbers": numbers,
         "choices": {"exchange_algorithm": choice},
@@ -263,6 +282,6 @@ def _print(
             print(f"{line} {s.seconds * 1e3:9.3f} ms {s.predicted(costs) * 1e3:9.3f} ms {share:+7.1%}")
     for name, number in content["numbers"].items():
         print(f"  {name} = {number['value']:.4g}")
-    off = next(iter(content["runs"].values()))["error"]
+    off = list(content["runs"].values())[-1]["error"]
     print(f"predicted step times are off by {off['median']:.1%} in the median, {off['worst']:.1%} at worst")
     print(f"written: {path}" if path else "nothing was written (--dry-run)")

@@ -65,13 +65,18 @@ def packaged(name: str) -> Tuning | None:
     return _packaged(name)
 
 
-@functools.cache
-def _packaged(name: str) -> Tuning | None:
+def packaged_content(name: str) -> dict[str, Any] | None:
+    """The checked content of the file that the package ships for a product, None where it ships none."""
     path = resources.files("portable_indexer.tuning").joinpath(f"{name}.json")
     if not path.is_file():
         return None
-    content = check(read(path.read_text(encoding="utf-8"), str(path)), str(path))
-    return _tuning(content, f"packaged {name}.json")
+    return check(read(path.read_text(encoding="utf-8"), str(path)), str(path))
+
+
+@functools.cache
+def _packaged(name: str) -> Tuning | None:
+    content = packaged_content(name)
+    return None if content is None else _tuning(content, f"packaged {name}.json")
 
 
 def _user_tuning(device: Device) -> Tuning | None:

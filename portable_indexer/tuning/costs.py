@@ -27,16 +27,19 @@ class Exchange:
 class Costs:
     """Times of scoring, selection and exchange on one device.
 
-    Scoring takes `score_launch_s + rows * score_row_s + pairs * (score_pair_s + 2 * H * D / score_flops)`;
-    selection takes `select_launch_s + rows * select_row_s + pairs * select_pair_s`. `exchange` holds one
-    entry for each number of ranks that is known; other numbers have no predicted time.
+    `launch_s` is the host's: it takes that long to launch a step's kernels, so a shorter step gains nothing from
+    being shorter. All others are the device's. Scoring takes
+    `score_start_s + rows * score_row_s + pairs * (score_pair_s + 2 * H * D / score_flops)`; selection takes
+    `select_start_s + rows * select_row_s + pairs * select_pair_s`. `exchange` holds one entry for each number of
+    ranks that is known; other numbers have no predicted time.
     """
 
-    score_launch_s: float
+    launch_s: float
+    score_start_s: float
     score_row_s: float
     score_pair_s: float
     score_flops: float
-    select_launch_s: float
+    select_start_s: float
     select_row_s: float
     select_pair_s: float
     exchange: tuple[Exchange, ...] = ()
@@ -44,11 +47,11 @@ class Costs:
     def score_s(self, rows: float, pairs: float, num_heads: int, head_dim: int) -> float:
         """Seconds to score `pairs` key-row pairs in `rows` rows."""
         per_pair = self.score_pair_s + 2.0 * num_heads * head_dim / self.score_flops
-        return self.score_launch_s + rows * self.score_row_s + pairs * per_pair
+        return self.score_start_s + rows * self.score_row_s + pairs * per_pair
 
     def select_s(self, rows: float, pairs: float) -> float:
         """Seconds to choose the top-k of `rows` rows that hold `pairs` scores."""
-        return self.select_launch_s + rows * self.select_row_s + pairs * self.select_pair_s
+        return self.select_start_s + rows * self.select_row_s + pairs * self.select_pair_s
 
     def exchange_s(self, rows: int, width: int, ranks: int) -> float | None:
         """Seconds for `ranks` ranks to collect `rows` x `width` int32 ids; None where that is not known."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 from portable_indexer.tuning.costs import Costs
 
-# Columns in the order of Costs: launch, row, pair, flop of scoring, then launch, row, pair of selection.
+# Columns in the order of Costs: start, row, pair, flop of scoring, then start, row, pair of selection.
 _SCORE, _SELECT = (0, 1, 2, 3), (4, 5, 6)
 # A device always takes time for these two; the others may vanish behind them.
 _MANDATORY = {3, 6}
@@ -18,7 +18,10 @@ _MANDATORY = {3, 6}
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured time: of scoring, of selection, or of a whole replicated step ("step")."""
+    """One measured device time: of scoring, of selection, or of a whole replicated step ("step").
+
+    `host_s` is the time in which the host launches it.
+    """
 
     kind: Literal["score", "select", "step"]
     rows: int
@@ -26,6 +29,7 @@ class Sample:
     num_heads: int
     head_dim: int
     seconds: float
+    host_s: float = 0.0
 
     def predicted(self, costs: Costs) -> float:
         """The same time by the cost model."""
@@ -61,7 +65,7 @@ def error_of(costs: Costs, samples: Sequence[Sample]) -> Error:
 
 
 def fit(samples: Sequence[Sample]) -> Costs:
-    """The costs, exchange left out, that come nearest to the samples in the sum of squared relative errors.
+    """The device's costs, exchange left out, that come nearest to the samples in the sum of squared relative errors.
 
     Of all choices of numbers that vanish, the one with the smallest error and nothing negative is taken:
     there are few enough to try each.
@@ -96,8 +100,11 @@ def fit(samples: Sequence[Sample]) -> Costs:
                 best = (loss, full)
     if best is None:
         raise ValueError("no set of non-negative costs fits the measured times")
-    launch, row, pair, flop, select_launch, select_row, select_pair = best[1]
-    return Costs(launch, row, pair, 1.0 / flop, select_launch, select_row, select_pair)
+    start, row, pair, flop, select_start, select_row, select_pair = best[1]
+    # Steps of several chunks are launched several times; the middle one of the shorter half has one chunk.
+    launches = sorted(sample.host_s for sample in samples if sample.kind == "step")
+    launch = median(launches[: (len(launches) + 1) // 2]) if launches else 0.0
+    return Costs(launch, start, row, pair, 1.0 / flop, select_start, select_row, select_pair)
 
 
 def fit_exchange(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -90,11 +90,11 @@ def make_step(rows: int, keys: int, num_heads: int, head_dim: int, where: torch.
     )
 
 
-def seconds_of(call: Callable[[], object], where: torch.device, budget_s: float = 0.2) -> float:
-    """Median seconds of one call in a row of calls, as a busy server would see it; warm-up left out.
+def seconds_of(call: Callable[[], object], where: torch.device, budget_s: float = 0.2) -> tuple[float, float]:
+    """Median seconds of one call: on the device, and on the host to launch it. Warm-up is left out.
 
-    On a GPU the calls are queued back to back between two events, so a call that the host launches more
-    slowly than the device runs it takes as long as the launch.
+    The device's time is that of a stream whose host is ahead, as in a server: the device is kept waiting until
+    the host has launched all calls of a batch, so that no gap between launches counts. On a CPU both are the same.
     """
     import torch
 
@@ -106,21 +106,42 @@ def seconds_of(call: Callable[[], object], where: torch.device, budget_s: float 
             start = time.perf_counter()
             call()
             times.append(time.perf_counter() - start)
-        return median(times)
+        return median(times), median(times)
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-    def batch(count: int) -> float:
+    def batch(count: int, wait_s: float) -> tuple[float, float]:
+        torch.cuda.synchronize(where)
+        torch.cuda._sleep(int(wait_s * _ticks_per_second(where)))
         first.record()
+        start = time.perf_counter()
         for _ in range(count):
             call()
+        host = time.perf_counter() - start
         last.record()
         last.synchronize()
-        return float(first.elapsed_time(last)) / 1e3 / count
+        return float(first.elapsed_time(last)) / 1e3 / count, host / count
 
     call()
-    once = batch(1)
-    count = max(1, min(50, int(budget_s / 5 / once)))
-    return median(batch(count) for _ in range(5))
+    once, host = batch(1, 0.0)
+    once, host = batch(1, 2 * host)
+    count = max(1, min(10, int(budget_s / 5 / once)))
+    batches = [batch(count, 1.5 * host * count) for _ in range(5)]
+    return median(device for device, _ in batches), median(host for _, host in batches)
+
+
+@cache
+def _ticks_per_second(where: torch.device) -> float:
+    """How fast the clock runs that `torch.cuda._sleep` counts."""
+    import torch
+
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    ticks = 1_000_000
+    for _ in range(2):
+        first.record()
+        torch.cuda._sleep(ticks)
+        last.record()
+        last.synchronize()
+    return ticks / max(float(first.elapsed_time(last)) / 1e3, 1e-6)
 
 
 def compute_samples(
@@ -149,17 +170,16 @@ def compute_samples(
             step = make_step(rows, keys, num_heads, head_dim, where)
             ids = torch.empty(rows, topk, dtype=torch.int32, device=where)
             whole = partial(pi.index_topk, step.q, step.kv, step.weights, step.ks, step.ke, topk, out=ids)
-            taken = seconds_of(whole, where, budget_s)
-            yield Sample("step", rows, step.pairs, num_heads, head_dim, taken)
+            yield Sample("step", rows, step.pairs, num_heads, head_dim, *seconds_of(whole, where, budget_s))
             if steps_only:
                 continue
             part = step.first(max(1, min(rows, logits_budget() // (4 * keys))))
             shape = (len(part.q), part.pairs, num_heads, head_dim)
             logits = torch.empty(len(part.q), keys, dtype=torch.float32, device=where)
             score = partial(pi.fp8_mqa_logits, part.q, part.kv, part.weights, part.ks, part.ke, out=logits)
-            yield Sample("score", *shape, seconds_of(score, where, budget_s))
+            yield Sample("score", *shape, *seconds_of(score, where, budget_s))
             select = partial(pi.top_k_per_row, logits, part.ks, part.ke, topk, out=ids[: len(part.q)])
-            yield Sample("select", *shape, seconds_of(select, where, budget_s))
+            yield Sample("select", *shape, *seconds_of(select, where, budget_s))
 
 
 def _fits(rows: int, keys: int, heads: int, head_dim: int, topk: int, where: torch.device) -> bool:

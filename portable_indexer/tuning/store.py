@@ -18,11 +18,12 @@ ALGORITHMS = ("grouped", "padded")
 
 # Every number that a file must hold; True where it must be above zero, not only non-negative.
 REQUIRED = {
-    "score_launch_s": False,
+    "launch_s": False,
+    "score_start_s": False,
     "score_row_s": False,
     "score_pair_s": False,
     "score_flops": True,
-    "select_launch_s": False,
+    "select_start_s": False,
     "select_row_s": False,
     "select_pair_s": True,
 }
