@@ -44,7 +44,7 @@ class Program:
     code: list[Instruction]
     labels: dict[str, int]  # name -> index into code
     descriptor: dict[str, int]  # the .amdhsa_ directives
-    arguments: list[tuple[int, int]] = field(default_factory=list)  # (offset, size) in bytes
+    arguments: list[tuple[int, int, str]] = field(default_factory=list)  # (offset, size in bytes, kind)
 
     @property
     def vgprs(self) -> int:
@@ -69,7 +69,7 @@ def parse(text: str) -> Program:
         raise ValueError(f"expected one kernel with a target, found kernels {names}")
     code, labels = _code(text.splitlines(), names[0])
     metadata = text.partition(".amdgpu_metadata")[2]
-    arguments = [(int(m["offset"]), int(m["size"])) for m in ARGUMENT.finditer(metadata)]
+    arguments = [(int(m["offset"]), int(m["size"]), m["kind"]) for m in ARGUMENT.finditer(metadata)]
     return Program(names[0], target[1], code, labels, descriptor, arguments)
 
 

@@ -156,3 +156,17 @@ def large_tile(x_ptr, out_ptr, M: tl.constexpr, K: tl.constexpr):
     x = tl.load(x_ptr + rows[:, None] * K + cols[None, :])
     y = tl.load(x_ptr + M * K + rows[None, :] * K + cols[:, None])
     tl.store(out_ptr + rows[:, None] * M + rows[None, :], tl.dot(x, y))
+
+
+@triton.jit
+def where_am_i(out_ptr):
+    """Program ids and their numbers along three axes."""
+    x, y, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    nx, ny, nz = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
+    at = out_ptr + ((z * ny + y) * nx + x) * 6
+    tl.store(at, x)
+    tl.store(at + 1, y)
+    tl.store(at + 2, z)
+    tl.store(at + 3, nx)
+    tl.store(at + 4, ny)
+    tl.store(at + 5, nz)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -54,28 +55,49 @@ def _bytes(tensor: torch.Tensor):
     return storage.data_ptr(), np.frombuffer(block, np.uint8)
 
 
-def pack(program, values: list[tuple[str, str, Any]], mapping: Mapping) -> bytes:
-    """The kernel argument segment for (name, Triton type, value) in order; hidden pointers are null."""
-    out = bytearray(program.descriptor["kernarg_size"])
-    if len(values) > len(program.arguments):
-        raise ValueError(f"{program.name} takes {len(program.arguments)} arguments, got {len(values)}")
-    for (offset, size), (name, kind, value) in zip(program.arguments, values, strict=False):
-        if kind.startswith("*"):
-            word = struct.pack("<Q", 0 if value is None else mapping.address(name, value))
-        elif kind == "bf16":
-            word = struct.pack("<f", value)[2:]
-        elif kind in SCALARS:
-            word = struct.pack(SCALARS[kind], value)
-        else:
-            raise ValueError(f"{program.name}: argument {name} has type {kind}, which the executor lacks")
+def pack(program, grid, num_warps: int, values: list[tuple[str, str, Any]], mapping: Mapping) -> bytes:
+    """The kernel argument segment: (name, Triton type, value) in order, null scratch pointers, hidden values.
+
+    What nobody defines is poison, so a kernel that reads it goes astray visibly.
+    """
+    out = bytearray(b"\xa5" * program.descriptor["kernarg_size"])
+    hidden = hidden_values(grid, num_warps)
+    plain = [argument for argument in program.arguments if not argument[2].startswith("hidden_")]
+    if len(values) > len(plain):
+        raise ValueError(f"{program.name} takes {len(plain)} arguments, got {len(values)}")
+    for (offset, size, _), (name, kind, value) in zip_longest(plain, values, fillvalue=("scratch", "*i8", None)):
+        word = encoded(name, kind, value, mapping)
         if len(word) > size:
             raise ValueError(f"{program.name}: argument {name} of type {kind} does not fit {size} bytes")
         out[offset : offset + len(word)] = word
+    for offset, size, kind in program.arguments:
+        if kind in hidden:
+            out[offset : offset + size] = hidden[kind].to_bytes(size, "little")
     return bytes(out)
+
+
+def hidden_values(grid, num_warps: int) -> dict[str, int]:
+    """What the runtime appends to a launch's arguments, as the metadata calls it."""
+    sizes = {"x": 64 * num_warps, "y": 1, "z": 1}
+    values = {f"hidden_block_count_{axis}": count for axis, count in zip("xyz", grid, strict=True)}
+    for axis, size in sizes.items():
+        values |= {f"hidden_group_size_{axis}": size, f"hidden_remainder_{axis}": 0, f"hidden_global_offset_{axis}": 0}
+    return values | {"hidden_grid_dims": 3 if grid[2] > 1 else 2 if grid[1] > 1 else 1}
+
+
+def encoded(name: str, kind: str, value, mapping: Mapping) -> bytes:
+    """One argument's bytes. Raises ValueError for a type that the executor lacks."""
+    if kind.startswith("*"):
+        return struct.pack("<Q", 0 if value is None else mapping.address(name, value))
+    if kind == "bf16":
+        return struct.pack("<f", value)[2:]
+    if kind not in SCALARS:
+        raise ValueError(f"argument {name} has type {kind}, which the executor lacks")
+    return struct.pack(SCALARS[kind], value)
 
 
 def launch(kernel: Kernel, grid, num_warps: int, lds_bytes: int, values, lockstep: bool) -> Counters:
     """Executes a kernel on CPU tensors."""
     mapping = Mapping()
-    arguments = pack(kernel.program, values, mapping)
+    arguments = pack(kernel.program, grid, num_warps, values, mapping)
     return execute(kernel, grid, num_warps, lds_bytes, arguments, mapping.memory, lockstep)

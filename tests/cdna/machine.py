@@ -83,7 +83,7 @@ def execute(
     kernargs: bytes,
     memory: Memory,
     lockstep: bool = True,
-    limit: int = 2_000_000_000,
+    limit: int = 300_000_000,
 ) -> Counters:
     """Runs every workgroup of `grid`. With `lockstep` off, each wave runs alone to the next barrier.
 

@@ -197,6 +197,16 @@ def test_reductions(cdna, generator, m, n, warps):
     assert torch.equal(place.long(), torch.from_numpy(x.numpy().argmax(1)))  # the first of equals
 
 
+@pytest.mark.parametrize("grid", [(5, 1, 1), (3, 4, 1), (2, 3, 4)])
+def test_grid_of_three_axes(cdna, grid):
+    count = grid[0] * grid[1] * grid[2]
+    out = poison(count, 6, dtype=torch.int32)
+    kernels.where_am_i[grid](out)
+    z, y, x = torch.meshgrid(*(torch.arange(n) for n in grid[::-1]), indexing="ij")
+    expected = torch.stack([x, y, z, *(torch.full_like(x, n) for n in grid)], -1).reshape(count, 6)
+    assert torch.equal(out, expected.to(torch.int32))
+
+
 def test_lone_waves_agree_with_lockstep(cdna, generator):
     """Both orders of execution give the same answer; the slow one shows a value that was read too early."""
     x = torch.randn(2, 777, generator=generator)
