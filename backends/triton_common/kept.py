@@ -13,6 +13,8 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
+from portable_indexer.backends.triton_common.runtime import interpreting
+
 
 class LoadedKernel:
     """A compiled kernel, loaded on one GPU."""
@@ -74,6 +76,13 @@ class KeptKernel:
             loaded = LoadedKernel(compiled, device.index, tuple(self._constants.values()))
         self._loaded[device.index] = loaded
         return loaded
+
+    def prepare(self, device: torch.device, *arguments: Any) -> None:
+        """Compile ahead of the first launch, and load where that is a GPU; the interpreter has nothing to compile."""
+        if device.type == "cuda":
+            self.load(device, *arguments)
+        elif not interpreting():
+            self.function.warmup(*arguments, **self._constants, grid=(1,), **self._options)
 
     def launch_tensors(self, grid: tuple[int, int], device: torch.device, *arguments: Any) -> None:
         """Launch with tensors for addresses: loads first on a GPU; elsewhere it is Triton's own launch.

@@ -256,10 +256,9 @@ def build_metadata(
 
 
 def warmup_metadata(device: torch.device) -> int:
-    """Compile and load both kernels for a GPU, so that a first call may be captured; returns their number."""
-    if device.type == "cuda":
-        ints = torch.zeros(2, dtype=torch.int32, device=device)
-        words = torch.zeros(1, dtype=torch.int64, device=device)
-        _MAP.load(device, ints, ints, 1, 1, 0)
-        _STEP.load(device, *(ints,) * 8, words, *(1,) * (6 + INLINE_GROUPS))
+    """Compile both kernels, and load them on a GPU, so that a first call may be captured; returns their number."""
+    ints = torch.zeros(2, dtype=torch.int32, device=device)
+    words = torch.zeros(1, dtype=torch.int64, device=device)
+    _MAP.prepare(device, ints, ints, 1, 1, 0)
+    _STEP.prepare(device, *(ints,) * 8, words, *(1,) * (6 + INLINE_GROUPS))
     return 2
