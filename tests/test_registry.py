@@ -111,3 +111,17 @@ def test_entry_points_register(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Non
         env={"PYTHONPATH": str(tmp_path), "PATH": ""},
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_triton_that_miscompiles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # S40
+    runtime = pytest.importorskip("portable_indexer.backends.triton_common.runtime")
+    monkeypatch.setattr(runtime, "runs_on", lambda device_type: device_type == "cuda")
+    monkeypatch.setattr(runtime, "target", lambda: ("amd", "gfx950"))
+    monkeypatch.setattr(runtime, "triton_version", lambda: (3, 7))
+    mi355x = device_of("mi355x")
+    assert pi.resolve(mi355x).name == "reference"
+    with pytest.raises(ValueError, match=r"Triton 3\.7 .*miscompile"):
+        pi.resolve(mi355x, None, "triton_rocm")
+    monkeypatch.setattr(runtime, "triton_version", lambda: (3, 5))
+    with pytest.raises(ValueError, match=r"needs Triton 3\.6 or newer, got 3\.5"):
+        pi.resolve(mi355x, None, "triton_rocm")
