@@ -49,7 +49,7 @@ def judge(row: dict[str, Any], limits: dict[str, Any], recorded: dict[str, Any])
     for kernel in ("*", row["kernel"]):
         for where in ("*", arch, f"{arch} {version}"):
             rules.update(limits.get(kernel, {}).get(where, {}))
-    for name in ("spills", "scratch", "lds"):
+    for name in ("spills", "sgpr_spills", "scratch", "lds"):
         if rules.get(name) is not None and row.get(name) is not None and row[name] > rules[name]:
             yield f"{place}: {name} {row[name]}, limit {rules[name]}"
     wanted = rules.get("matrix_ops")

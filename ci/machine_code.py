@@ -107,7 +107,9 @@ def amd_resources(kernel: Any, arch: str) -> dict[str, Any]:
         "vgpr": vgpr,
         "agpr": agpr,
         "sgpr": field("sgpr_count"),
-        "spills": field("vgpr_spill_count") + field("sgpr_spill_count"),
+        "spills": field("vgpr_spill_count"),
+        # Into lanes of a VGPR, not into memory, unless scratch says otherwise.
+        "sgpr_spills": field("sgpr_spill_count"),
         "scratch": field("private_segment_fixed_size"),
         "lds": lds,
         "waves_per_simd": waves,

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from portable_indexer.backend import MAX_TOPK
 from portable_indexer.backends.triton_common.kept import KeptKernel
+from portable_indexer.backends.triton_common.runtime import interpreting
 from portable_indexer.backends.triton_common.selection import kept_kernel
 
 
@@ -53,11 +54,11 @@ def _kernel() -> KeptKernel:
 
 
 def warmup_pools(device: torch.device) -> int:
-    """Compile and load the one variant; returns how many are kept."""
-    if device.type != "cuda":
+    """Compile, and load on a GPU, the one variant; returns how many are kept."""
+    if interpreting():
         return 0
     ids = torch.empty(1, dtype=torch.int32, device=device)
-    _kernel().load(device, *(ids,) * 5, *(1,) * 5)
+    _kernel().prepare(device, *(ids,) * 5, *(1,) * 5)
     return 1
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable_indexer.backends.triton_common.kept import KeptKernel
+from portable_indexer.backends.triton_common.runtime import interpreting
 from portable_indexer.backends.triton_common.selection_final import choose_candidates
 from portable_indexer.backends.triton_common.selection_guess import guess_threshold
 from portable_indexer.backends.triton_common.selection_mark import mark_again, mark_candidates
@@ -86,13 +87,14 @@ class Plan:
         return -(-self.width // self.choice.tile_keys)
 
     def scratch(self, rows: int) -> tuple[Spec, ...]:
-        """Shapes and dtypes of the scratch of so many rows: threshold, counter, failures and candidates."""
+        """Shapes and dtypes of the scratch of so many rows: threshold, counter, failures, bracket and candidates."""
         if self.short:
             return ()
         return (
             ((rows,), torch.float32),
             ((rows,), torch.int32),
             ((rows + 1,), torch.int32),
+            ((rows, 4), torch.uint32),
             ((rows, 2, self.tiles), torch.int32),
             ((rows, self.capacity), torch.int32),
             ((rows, self.capacity), torch.uint32),
@@ -199,8 +201,7 @@ def select_rows(
     if plan.short:
         short_kernel(plan, unit).launch_tensors((rows, 1), device, *read, out, pitch, out_pitch, width, topk)
         return
-    threshold, counter, failures, *candidates = scratch
-    state = (threshold, counter, failures)
+    state, candidates = scratch[:4], scratch[4:]
     capacity, tiles, spare = plan.capacity, plan.tiles, choice.spare_programs
     guess, mark, choose, again, finish = long_kernels(plan, unit)
     guess.launch_tensors((rows, 1), device, *read, *state, pitch, width, topk, prefix)
@@ -236,8 +237,8 @@ def top_k_per_row(
 
 
 def warmup_selection(device: torch.device, topk: int, choice: SelectionChoice) -> int:
-    """Compile and load every variant that rows of up to 2^26 keys can reach; returns how many."""
-    if device.type != "cuda":
+    """Compile, and load on a GPU, every variant that rows of up to 2^26 keys can reach; returns how many."""
+    if interpreting():
         return 0
     f, i, u = (torch.empty(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32, torch.uint32))
     compiled: set[KeptKernel] = set()
@@ -247,15 +248,15 @@ def warmup_selection(device: torch.device, topk: int, choice: SelectionChoice) -
             for unit in (1, 4):
                 if plan.short:
                     kernel = short_kernel(plan, unit)
-                    kernel.load(device, f, i, i, i, 1, 1, 1, 1)
+                    kernel.prepare(device, f, i, i, i, 1, 1, 1, 1)
                     compiled.add(kernel)
                     continue
                 kernels = long_kernels(plan, unit)
-                state, candidates = (f, i, i, f, i, i), (i, i, u)
-                kernels[0].load(device, *state, 1, 1, 1, 1)
-                kernels[1].load(device, *state, *candidates, 1, 1, 1, 1)
-                kernels[2].load(device, *state, *candidates, i, 1, 1, 1, 1, 1, 1)
-                kernels[3].load(device, *state, *candidates, 1, 1, 1, 1, 1)
-                kernels[4].load(device, *state, *candidates, i, 1, 1, 1, 1, 1, 1, 1)
+                state, candidates = (f, i, i, f, i, i, u), (i, i, u)
+                kernels[0].prepare(device, *state, 1, 1, 1, 1)
+                kernels[1].prepare(device, *state, *candidates, 1, 1, 1, 1)
+                kernels[2].prepare(device, *state, *candidates, i, 1, 1, 1, 1, 1, 1)
+                kernels[3].prepare(device, *state, *candidates, 1, 1, 1, 1, 1)
+                kernels[4].prepare(device, *state, *candidates, i, 1, 1, 1, 1, 1, 1, 1)
                 compiled.update(kernels)
     return len(compiled)

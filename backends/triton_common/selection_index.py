@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from portable_indexer.backends.triton_common.kept import KeptKernel
+from portable_indexer.backends.triton_common.runtime import interpreting
 from portable_indexer.backends.triton_common.selection import Plan, SelectionChoice, Spec, kept_kernel, select_rows
 from portable_indexer.backends.triton_common.selection_stage import carry_best, stage_bounds
 from portable_indexer.workspace import spec_bytes
@@ -226,12 +227,12 @@ def stage_kernels(topk: int) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
 
 
 def warmup_stages(device: torch.device, topk: int) -> int:
-    """Compile and load the kernels of the stages; returns how many."""
-    if device.type != "cuda":
+    """Compile, and load on a GPU, the kernels of the stages; returns how many."""
+    if interpreting():
         return 0
     f, i = (torch.empty(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
     bound, *carries = stage_kernels(topk)
-    bound.load(device, *(i,) * 6, *(1,) * 7)
+    bound.prepare(device, *(i,) * 6, *(1,) * 7)
     for kernel in carries:
-        kernel.load(device, f, i, i, i, i, i, f, i, 1, 1, 1, 1, 1)
+        kernel.prepare(device, f, i, i, i, i, i, f, i, 1, 1, 1, 1, 1)
     return 1 + len(carries)
