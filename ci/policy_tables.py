@@ -1,4 +1,4 @@
-"""Print the break-even tables of ci/measurements/policy.md from the packaged tuning data.
+"""Print the break-even tables of ci/measurements/policy.md from the packaged tuning data, in Markdown.
 
     python ci/policy_tables.py h200 mi325x
 """

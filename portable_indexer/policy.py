@@ -8,7 +8,7 @@ import os
 from dataclasses import InitVar, asdict, dataclass
 from typing import Any, Literal, get_args
 
-from portable_indexer.tuning.costs import Costs, Exchange
+from portable_indexer.tuning.costs import Costs, Exchange, width_of
 
 Mode = Literal["auto", "on", "off"]
 ENVIRONMENT = "PORTABLE_INDEXER_SHARD"
@@ -136,13 +136,14 @@ class ShardPolicy:
         heads = self.num_heads if num_heads is None else num_heads
         dim = self.head_dim if head_dim is None else head_dim
         width = self.topk if topk is None else topk
-        replicated = costs.score_s(rows, pairs, heads, dim) + costs.select_s(rows, pairs)
+        columns = width_of(rows, pairs)
+        replicated = costs.score_s(rows, pairs, heads, dim) + costs.select_s(rows, pairs, columns)
         exchange = costs.exchange_s(rows, width, tp_size)
         if exchange is None:
             return Estimate(replicated, None, None, costs.launch_s)
         share = (1.0 + self.imbalance) / max(tp_size, 1)
         own_rows, own_pairs = rows * share, pairs * share
-        own = costs.score_s(own_rows, own_pairs, heads, dim) + costs.select_s(own_rows, own_pairs)
+        own = costs.score_s(own_rows, own_pairs, heads, dim) + costs.select_s(own_rows, own_pairs, columns)
         return Estimate(replicated, own + exchange, exchange, costs.launch_s)
 
     def break_even_rows(self, tp_size: int, context: int = 0) -> int | None:

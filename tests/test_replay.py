@@ -15,7 +15,9 @@ from portable_indexer.cli.replay import Work, simulate
 from portable_indexer.policy import ShardPolicy
 from portable_indexer.tuning import Costs, Exchange, packaged
 
-COSTS = Costs(0.0, 10e-6, 0.0, 1e-12, 1e15, 10e-6, 0.0, 2e-12, (Exchange(2, 40e-6, 1e11), Exchange(4, 50e-6, 2e11)))
+COSTS = Costs(
+    0.0, 10e-6, 0.0, 1e-12, 1e15, 10e-6, 2e-12, 0.0, 0.0, 2e-12, (Exchange(2, 40e-6, 1e11), Exchange(4, 50e-6, 2e11))
+)
 STEPS = [Work(100, 5_050), Work(8_192, 8_192 * 500_000), Work(65_536, 65_536 * 40_000), Work(32_768, 32_768 * 20_000)]
 
 
@@ -81,7 +83,7 @@ def test_a_small_trace_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[
     layers = replay(capsys, trace, *options, "--layers", "61")
     assert layers["outcomes"][0]["replicated_s"] == pytest.approx(61 * report["outcomes"][0]["replicated_s"])
     fewer = replay(capsys, trace, *options, "--heads", "32", "--compress-ratio", "4", "--topk", "512")
-    assert fewer["outcomes"][0]["replicated_s"] < report["outcomes"][0]["replicated_s"] / 4
+    assert fewer["outcomes"][0]["replicated_s"] < report["outcomes"][0]["replicated_s"] / 3
 
 
 def test_the_models_error_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

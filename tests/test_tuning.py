@@ -247,7 +247,9 @@ def random_costs() -> Costs:
         draw.uniform(1e-13, 3e-12),
         draw.uniform(2e14, 2e15),
         draw.uniform(5e-6, 5e-5),
-        draw.uniform(0, 2e-8),
+        draw.uniform(1e-12, 9e-12),
+        draw.uniform(0, 5e-5),
+        draw.uniform(0, 5e-8),
         draw.uniform(5e-13, 5e-12),
     )
 

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portable_indexer._version import __version__
 from portable_indexer.cli._bar import Bar
 
 if TYPE_CHECKING:
@@ -218,6 +219,8 @@ def _content(
             "score_pair_s",
             "score_flops",
             "select_start_s",
+            "select_short_s",
+            "select_long_s",
             "select_row_s",
             "select_pair_s",
         )
@@ -256,8 +259,8 @@ def _content(
 
 
 def _versions(device: Any) -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("portable-indexer", "torch", "triton"):
+    found: dict[str, str | None] = {"python": platform.python_version(), "portable-indexer": __version__}
+    for name in ("torch", "triton"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -159,7 +159,7 @@ def own_or_nearest(device: Device, own: Tuning | None) -> Tuning:
         bandwidth *= device.units / product.units
     if bandwidth is not None and bandwidth != product.bandwidth:
         ratio = product.bandwidth / bandwidth
-        costs = replace(costs, select_pair_s=costs.select_pair_s * ratio)
+        costs = replace(costs, select_short_s=costs.select_short_s * ratio, select_pair_s=costs.select_pair_s * ratio)
         how.append(f"selection x {1 / ratio:.3g} by bandwidth")
     if _is_share(device) or device.arch not in _NEAREST:
         costs = replace(costs, exchange=())

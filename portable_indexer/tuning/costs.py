@@ -6,9 +6,21 @@ key-row pairs, `sum over rows of max(ke - ks, 0)`; times are seconds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 ID_BYTES = 4
+SHORT_COLUMNS = 8_192
+
+
+def width_of(rows: float, pairs: float) -> float:
+    """Columns of a step's logits, judged by its rows and pairs: exact for the last rows of one causal request."""
+    return pairs / rows + (rows - 1) / 2 if rows else 0.0
+
+
+def padded(columns: float) -> int:
+    """The power of two that a row of so many columns is padded to."""
+    return 1 << max(math.ceil(columns) - 1, 0).bit_length()
 
 
 @dataclass(frozen=True)
@@ -28,10 +40,14 @@ class Costs:
     """Times of scoring, selection and exchange on one device.
 
     `launch_s` is the host's: it takes that long to launch a step's kernels, so a shorter step gains nothing from
-    being shorter. All others are the device's. Scoring takes
-    `score_start_s + rows * score_row_s + pairs * (score_pair_s + 2 * H * D / score_flops)`; selection takes
-    `select_start_s + rows * select_row_s + pairs * select_pair_s`. `exchange` holds one entry for each number of
-    ranks that is known; other numbers have no predicted time.
+    being shorter. All others are the device's.
+
+    Scoring: `score_start_s + rows * score_row_s + pairs * (score_pair_s + 2 * H * D / score_flops)`.
+    Selection from rows of up to 8,192 columns: `select_start_s + rows * columns * select_short_s`, the columns
+    rounded up to a power of two. From longer rows:
+    `select_start_s + select_long_s + rows * select_row_s + pairs * select_pair_s`.
+
+    `exchange` holds one entry for each number of ranks that is known; other numbers have no predicted time.
     """
 
     launch_s: float
@@ -40,6 +56,8 @@ class Costs:
     score_pair_s: float
     score_flops: float
     select_start_s: float
+    select_short_s: float
+    select_long_s: float
     select_row_s: float
     select_pair_s: float
     exchange: tuple[Exchange, ...] = ()
@@ -49,9 +67,11 @@ class Costs:
         per_pair = self.score_pair_s + 2.0 * num_heads * head_dim / self.score_flops
         return self.score_start_s + rows * self.score_row_s + pairs * per_pair
 
-    def select_s(self, rows: float, pairs: float) -> float:
-        """Seconds to choose the top-k of `rows` rows that hold `pairs` scores."""
-        return self.select_start_s + rows * self.select_row_s + pairs * self.select_pair_s
+    def select_s(self, rows: float, pairs: float, width: float) -> float:
+        """Seconds to choose the top-k of `rows` rows of `width` columns that hold `pairs` scores."""
+        if width <= SHORT_COLUMNS:
+            return self.select_start_s + rows * padded(width) * self.select_short_s
+        return self.select_start_s + self.select_long_s + rows * self.select_row_s + pairs * self.select_pair_s
 
     def exchange_s(self, rows: int, width: int, ranks: int) -> float | None:
         """Seconds for `ranks` ranks to collect `rows` x `width` int32 ids; None where that is not known."""

@@ -8,12 +8,11 @@ from itertools import combinations
 from statistics import median
 from typing import Literal
 
-from portable_indexer.tuning.costs import Costs
+from portable_indexer.tuning.costs import SHORT_COLUMNS, Costs, padded, width_of
 
-# Columns in the order of Costs: start, row, pair, flop of scoring, then start, row, pair of selection.
-_SCORE, _SELECT = (0, 1, 2, 3), (4, 5, 6)
-# A device always takes time for these two; the others may vanish behind them.
-_MANDATORY = {3, 6}
+# Columns in the order of Costs: start, row, pair, flop of scoring; start, short, long, row, pair of selection.
+_SCORE, _SELECT = 4, 5
+_FLOP, _SHORT, _PAIR = 3, 5, 8
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,19 @@ class Sample:
         if self.kind != "select":
             seconds += costs.score_s(self.rows, self.pairs, self.num_heads, self.head_dim)
         if self.kind != "score":
-            seconds += costs.select_s(self.rows, self.pairs)
+            seconds += costs.select_s(self.rows, self.pairs, width_of(self.rows, self.pairs))
         return seconds
 
     def _features(self) -> list[float]:
         flops = 2.0 * self.num_heads * self.head_dim * self.pairs
-        row = [1.0, self.rows, self.pairs, flops, 1.0, self.rows, self.pairs]
-        used = {"score": _SCORE, "select": _SELECT, "step": _SCORE + _SELECT}[self.kind]
-        return [value / self.seconds if i in used else 0.0 for i, value in enumerate(row)]
+        width = width_of(self.rows, self.pairs)
+        short = [1.0, self.rows * padded(width), 0.0, 0.0, 0.0]
+        select = short if width <= SHORT_COLUMNS else [1.0, 0.0, 1.0, self.rows, self.pairs]
+        score = [1.0, self.rows, self.pairs, flops]
+        row = (score if self.kind != "select" else [0.0] * _SCORE) + (
+            select if self.kind != "score" else [0.0] * _SELECT
+        )
+        return [value / self.seconds for value in row]
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,9 @@ def error_of(costs: Costs, samples: Sequence[Sample]) -> Error:
 def fit(samples: Sequence[Sample]) -> Costs:
     """The device's costs, exchange left out, that come nearest to the samples in the sum of squared relative errors.
 
-    Of all choices of numbers that vanish, the one with the smallest error and nothing negative is taken:
-    there are few enough to try each.
+    Of all choices of numbers that vanish, the one with the smallest error and nothing negative is taken: there are
+    few enough to try each. Where only short or only long rows were measured, a column of the others is taken to
+    cost the same.
 
     Raises:
         ValueError: if scoring or selection was not measured, or a time is not above 0.
@@ -83,28 +88,32 @@ def fit(samples: Sequence[Sample]) -> Costs:
     matrix = torch.tensor([sample._features() for sample in samples], dtype=torch.float64)
     scale = matrix.abs().amax(dim=0).clamp_min(1e-300)
     wanted = torch.ones(len(samples), 1, dtype=torch.float64)
+    seen = [i for i in range(matrix.shape[1]) if bool(matrix[:, i].any())]
+    # A device always takes time for these; the others may vanish behind them.
+    mandatory = {i for i in (_FLOP, _SHORT, _PAIR) if i in seen}
     best: tuple[float, list[float]] | None = None
-    optional = [i for i in range(matrix.shape[1]) if i not in _MANDATORY]
+    optional = [i for i in seen if i not in mandatory]
     for size in range(len(optional) + 1):
         for chosen in combinations(optional, size):
-            columns = sorted(_MANDATORY.union(chosen))
+            columns = sorted(mandatory.union(chosen))
             part = matrix[:, columns] / scale[columns]
             answer = torch.linalg.lstsq(part, wanted, driver="gelsd").solution
             loss = float((part @ answer - wanted).square().sum())
-            values = answer[:, 0] / scale[columns]
-            good = all(v > 0 if i in _MANDATORY else v >= 0 for i, v in zip(columns, values.tolist(), strict=True))
+            values = (answer[:, 0] / scale[columns]).tolist()
+            good = all(v > 0 if i in mandatory else v >= 0 for i, v in zip(columns, values, strict=True))
             if good and (best is None or loss < best[0]):
                 full = [0.0] * matrix.shape[1]
-                for column, value in zip(columns, values.tolist(), strict=True):
+                for column, value in zip(columns, values, strict=True):
                     full[column] = value
                 best = (loss, full)
     if best is None:
         raise ValueError("no set of non-negative costs fits the measured times")
-    start, row, pair, flop, select_start, select_row, select_pair = best[1]
+    start, row, pair, flop, select_start, short, long, select_row, select_pair = best[1]
+    short, select_pair = short or select_pair, select_pair or short
     # Steps of several chunks are launched several times; the middle one of the shorter half has one chunk.
     launches = sorted(sample.host_s for sample in samples if sample.kind == "step")
     launch = median(launches[: (len(launches) + 1) // 2]) if launches else 0.0
-    return Costs(launch, start, row, pair, 1.0 / flop, select_start, select_row, select_pair)
+    return Costs(launch, start, row, pair, 1.0 / flop, select_start, short, long, select_row, select_pair)
 
 
 def fit_exchange(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:

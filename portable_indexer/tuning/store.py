@@ -24,6 +24,8 @@ REQUIRED = {
     "score_pair_s": False,
     "score_flops": True,
     "select_start_s": False,
+    "select_short_s": True,
+    "select_long_s": False,
     "select_row_s": False,
     "select_pair_s": True,
 }
