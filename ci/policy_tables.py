@@ -1,6 +1,6 @@
 """Print the break-even tables of ci/measurements/policy.md from the packaged tuning data, in Markdown.
 
-    python ci/policy_tables.py h200 mi325x
+python ci/policy_tables.py h200 mi325x
 """
 
 from __future__ import annotations

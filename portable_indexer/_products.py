@@ -84,9 +84,7 @@ PRODUCTS: tuple[Product, ...] = (
     Product("mi325x", "amd", "gfx942", 304, 256, (0x74A5, 0x74B9), 6.0e12, 448e9, True, ("MI325X",)),
     Product("mi350x", "amd", "gfx950", 256, 288, (0x75A0, 0x75B0), 8.0e12, 539e9, True, ("MI350X",)),
     Product("mi355x", "amd", "gfx950", 256, 288, (0x75A3, 0x75B3), 8.0e12, 539e9, True, ("MI355X",)),
-    Product(
-        "h100", "nvidia", "sm_90", 132, 80, (0x2330,), 3.35e12, 450e9, False, ("H100 80GB HBM3", "H100 SXM")
-    ),
+    Product("h100", "nvidia", "sm_90", 132, 80, (0x2330,), 3.35e12, 450e9, False, ("H100 80GB HBM3", "H100 SXM")),
     Product("h100-pcie", "nvidia", "sm_90", 114, 80, (0x2331,), 2.0e12, None, False, ("H100 PCIe",)),
     Product("h100-nvl", "nvidia", "sm_90", 132, 94, (0x2321,), 3.9e12, None, False, ("H100 NVL",)),
     Product("h20", "nvidia", "sm_90", 78, 96, (0x2329,), 4.0e12, 450e9, False, ("H20",)),

@@ -10,12 +10,8 @@ from typing import Any
 from portable_indexer._identity import Identity, LibraryProblem, LinkList, normal_pci
 
 MISSING = "pip install nvidia-ml-py"
-SHADOWED = (
-    "an old pynvml hides nvidia-ml-py: pip uninstall pynvml, pip install --force-reinstall nvidia-ml-py"
-)
-NOT_FOUND = (
-    "install the driver; start a container with its GPUs and NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-)
+SHADOWED = "an old pynvml hides nvidia-ml-py: pip uninstall pynvml, pip install --force-reinstall nvidia-ml-py"
+NOT_FOUND = "install the driver; start a container with its GPUs and NVIDIA_DRIVER_CAPABILITIES=compute,utility"
 MISMATCH = "driver and libnvidia-ml.so differ in version: reload the driver or reboot; restart the container"
 PERMISSION = "expected within a MIG container; elsewhere let this user open /dev/nvidiactl and /dev/nvidia*"
 _BY_ERROR = {

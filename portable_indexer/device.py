@@ -82,9 +82,7 @@ class Device:
     pci: str | None = None
     pci_device_id: int | None = None
     name: str | None = None
-    sources: Mapping[str, str] = field(
-        default_factory=lambda: MappingProxyType({}), compare=False, repr=False
-    )
+    sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
 
     @property
     def is_gpu(self) -> bool:
@@ -118,9 +116,7 @@ class Facts:
         return Device(**self.values, sources=MappingProxyType(dict(self.sources)))
 
 
-CPU = Device(
-    vendor="cpu", arch="cpu", sources=MappingProxyType({"vendor": "no GPU in use", "arch": "no GPU in use"})
-)
+CPU = Device(vendor="cpu", arch="cpu", sources=MappingProxyType({"vendor": "no GPU in use", "arch": "no GPU in use"}))
 
 
 def device_of(name: str) -> Device:

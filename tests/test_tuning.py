@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from portable_indexer import tuning
 from portable_indexer.cli import main
@@ -33,6 +34,11 @@ def no_user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(store.ENVIRONMENT, raising=False)
     tuning._warn_once.cache_clear()
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def content_of(name: str = "mi325x") -> dict[str, Any]:
@@ -314,6 +320,7 @@ def test_the_faster_algorithm_is_chosen_by_uneven_exchanges() -> None:
 
 
 # What a new user does on a machine without a GPU, two gloo ranks included.
+@pytest.mark.usefixtures("no_gpu")
 def test_tune_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "tune",
@@ -364,6 +371,7 @@ def test_tune_keeps_what_it_did_not_measure(
     assert not [name for name in cpx["numbers"] if name.startswith("exchange.")]
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_tune_says_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick = ["tune", "--tp", "--heads", "2", "--budget", "0.01", "--shapes"]
     assert main([*quick, "64x32"]) == 2
