@@ -138,6 +138,19 @@ def test_all_nan_rows_give_the_first_ids(backend_name: str, device: torch.device
     assert torch.equal(got, torch.arange(64, dtype=torch.int32).expand(2, 64))
 
 
+@pytest.mark.parametrize("share", [0.03, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("top", [INF, 3.4028234663852886e38, 0.0, -INF])
+def test_the_best_value_is_common(
+    top: float, share: float, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """The k-th score is the largest there is, at the ends of the range too: ties alone decide, or nearly."""
+    width = 9500
+    logits = -torch.rand((2, width), generator=generator) - 1 if top > -INF else torch.full((2, width), -INF)
+    logits[torch.rand((2, width), generator=generator) < share] = top
+    logits = logits.to(device)
+    check(logits, *whole(logits), 256, backend_name)
+
+
 def test_values_that_float16_cannot_tell_apart(
     backend_name: str, device: torch.device, generator: torch.Generator
 ) -> None:  # T01

@@ -37,7 +37,7 @@ class SelectionChoice:
 
     short_keys: int = 8192  # rows of at most so many columns are chosen in registers
     short_keys_per_warp: int = 1024
-    short_piece: int = 2048  # ids written at a time
+    short_piece: int = 1024  # ids written at a time
     most_sample: int = 16384  # keys of a row's sample; twice as many beyond 2^21 keys
     sample_run: int = 32  # of them side by side
     sample_keys_per_warp: int = 2048

@@ -65,7 +65,7 @@ def choose_listed(
         place = row * CAPACITY + _list_places(segment, used, index, tiles, TILES, LOG_TILES)
         piece = tl.load(images + place, mask=index < total, other=0)
         ids_found = tl.load(ids + place, mask=index < total, other=0) + (first - start)
-        aboves, equals = keys.write_chosen(target, piece, ids_found, cut, ties, aboves, equals)
+        aboves, equals = keys.write_chosen(target, piece, ids_found, cut, ties, aboves, equals, k)
 
 
 @triton.jit(
@@ -76,6 +76,7 @@ def choose_listed(
         "threshold",
         "counter",
         "failures",
+        "bracket",
         "segments",
         "ids",
         "images",
@@ -95,6 +96,7 @@ def choose_candidates(
     threshold,  # float32 [M], replaced by a better guess in rows that fail
     counter,  # int32 [M], zeroed in rows that fail
     failures,  # int32 [1 + M]: gains the rows whose candidates are fewer than k, or too many
+    bracket,  # uint32 [M, 4], written in rows that fail: images around the k-th one, with the keys that reach each
     segments,  # int32 [M, 2, tiles]
     ids,  # int32 [M, CAPACITY]
     images,  # uint32 [M, CAPACITY]
@@ -151,9 +153,30 @@ def choose_candidates(
         goal = tl.sqrt(k.to(tl.float32) * CAPACITY)
         share = goal / length.to(tl.float32)
         # How the sample stands for the row is known better now: from its keys that reach the first threshold.
-        reached = tl.sum((best >= keys.image(tl.load(threshold + row))).to(tl.int32), axis=0)
+        limit = keys.image(tl.load(threshold + row))
+        reached = tl.sum((best >= limit).to(tl.int32), axis=0)
         if (reached > 0) & (reached < groups) & (total > 0):
             missed = 1.0 - reached.to(tl.float32) / groups.to(tl.float32)
             share = (1.0 - power(missed, 1.0 / size)) * goal / total.to(tl.float32)
-        tl.store(threshold + row, threshold_of_share(best, groups, size, share))
+        found = keys.image(threshold_of_share(best, groups, size, share))
+        # A guess that many keys equal is moved just above them: then they need not be listed, only counted.
+        reach = tl.sum((best >= found).to(tl.int32), axis=0)
+        pass_by = tl.sum((best > found).to(tl.int32), axis=0)
+        low = tl.full((), keys.NEGATIVE_INFINITY, tl.uint32)
+        low_count = length
+        high = tl.full((), keys.ABOVE_ALL, tl.uint32)
+        high_count = tl.zeros((), tl.int32)
+        if total >= k:
+            low = limit
+            low_count = total
+        else:
+            high = limit
+            high_count = total
+        found = tl.where(reach > 2 * pass_by + 16, found + 1, found)
+        found = tl.minimum(tl.maximum(found, low + 1), high - 1)
+        tl.store(threshold + row, keys.score(found))
+        tl.store(bracket + row * 4, low)
+        tl.store(bracket + row * 4 + 1, low_count.to(tl.uint32))
+        tl.store(bracket + row * 4 + 2, high)
+        tl.store(bracket + row * 4 + 3, high_count.to(tl.uint32))
         tl.store(counter + row, 0)

@@ -52,6 +52,7 @@ def threshold_of_share(best, groups, size, share):
         "threshold",
         "counter",
         "failures",
+        "bracket",
         "pitch",
         "width",
         "k",
@@ -65,6 +66,7 @@ def guess_threshold(
     threshold,  # float32 [M], written; kept where the row starts with k best keys of earlier stages
     counter,  # int32 [M], set to zero
     failures,  # int32 [1 + M]: the first one is set to zero
+    bracket,  # uint32 [M, 4], not read
     pitch: tl.int64,
     width,
     k,
@@ -76,7 +78,7 @@ def guess_threshold(
 ):
     """One program a row: threshold[row] such that a little more than k keys are likely to reach it.
 
-    +inf where no candidates are needed (at most k keys), -inf where all keys fit into the list.
+    NaN where no candidates are needed (at most k keys), -inf where all keys fit into the list.
     """
     row = tl.program_id(0).to(tl.int64)
     first = tl.maximum(tl.load(ks + row), 0)
@@ -84,7 +86,7 @@ def guess_threshold(
     length = tl.maximum(last - first, 0)
     found = tl.full((), float("-inf"), tl.float32)
     if length <= k:
-        found = tl.full((), float("inf"), tl.float32)
+        found = tl.full((), float("nan"), tl.float32)
     if first == prefix - k:
         found = tl.load(threshold + row)
     elif length > CAPACITY:

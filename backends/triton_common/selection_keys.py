@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 NEGATIVE_INFINITY = tl.constexpr(0x007FFFFF)  # image of -inf
+ABOVE_ALL = tl.constexpr(0xFF800001)  # just above the image of +inf
 
 
 @triton.jit
@@ -92,11 +93,12 @@ def missing_ties(images, cut, k):
 
 
 @triton.jit
-def write_chosen(target, images, ids, cut, ties, aboves, equals):
+def write_chosen(target, images, ids, cut, ties, aboves, equals, k):
     """Write the ids of one stretch of a row, in order: keys above ``cut``, and ``ties`` in all equal to it.
 
     ``aboves`` and ``equals`` count such keys in the stretches before; returns them with this one's added.
-    Image 0 is never chosen. A stretch holds fewer than 2^15 keys, so that one sum carries both counts.
+    Image 0 is never chosen, and nothing is written past slot k. A stretch holds fewer than 2^15 keys, so
+    that one sum carries both counts.
     """
     above = images > cut
     equal = (images == cut) & (images != 0)
@@ -104,7 +106,7 @@ def write_chosen(target, images, ids, cut, ties, aboves, equals):
     upto = tl.cumsum(both, axis=0)
     rank = equals + (upto >> 16)
     slot = aboves + (upto & 0xFFFF) + tl.minimum(rank, ties) - 1
-    tl.store(target + slot, ids, mask=above | (equal & (rank <= ties)))
+    tl.store(target + slot, ids, mask=(above | (equal & (rank <= ties))) & (slot < k))
     total = tl.sum(both, axis=0)
     return aboves + (total & 0xFFFF), equals + (total >> 16)
 

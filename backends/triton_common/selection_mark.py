@@ -66,7 +66,7 @@ def _mark_tile(
     last = tl.minimum(tl.load(ke + row), width)
     limit = tl.load(threshold + row)
     start = first // 32 * 32 + tile * (BLOCK * STEPS)
-    if (start < last) & (limit != float("inf")):
+    if (start < last) & (limit == limit):
         WORDS: tl.constexpr = BLOCK // 32
         base = tl.multiple_of(logits + row * pitch * UNIT, 4 * UNIT)
         lane = tl.arange(0, 32)
@@ -127,6 +127,7 @@ def _mark_tile(
         "threshold",
         "counter",
         "failures",
+        "bracket",
         "segments",
         "ids",
         "images",
@@ -140,9 +141,10 @@ def mark_candidates(
     logits,  # float32 [M, width], row pitch in units of UNIT elements
     ks,  # int32 [M]
     ke,  # int32 [M]
-    threshold,  # float32 [M]: +inf asks for nothing, -inf for every key
+    threshold,  # float32 [M]: NaN asks for nothing, -inf for every key
     counter,  # int32 [M], zero at the start: candidates found in the row
     failures,  # int32 [1 + M], not read
+    bracket,  # uint32 [M, 4], not read
     segments,  # int32 [M, 2, tiles], written: place in the list and length of each tile's candidates
     ids,  # int32 [M, capacity], written: column less max(ks, 0)
     images,  # uint32 [M, capacity], written
@@ -186,6 +188,7 @@ def mark_candidates(
         "threshold",
         "counter",
         "failures",
+        "bracket",
         "segments",
         "ids",
         "images",
@@ -200,9 +203,10 @@ def mark_again(
     logits,  # float32 [M, width], row pitch in units of UNIT elements
     ks,  # int32 [M]
     ke,  # int32 [M]
-    threshold,  # float32 [M]: +inf asks for nothing, -inf for every key
+    threshold,  # float32 [M]: NaN asks for nothing, -inf for every key
     counter,  # int32 [M], zero at the start: candidates found in the row
     failures,  # int32 [1 + M]: how many rows failed, and which
+    bracket,  # uint32 [M, 4], not read
     segments,  # int32 [M, 2, tiles], written: place in the list and length of each tile's candidates
     ids,  # int32 [M, capacity], written: column less max(ks, 0)
     images,  # uint32 [M, capacity], written

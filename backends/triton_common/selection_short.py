@@ -63,6 +63,6 @@ def select_short(
     equals = tl.zeros((), tl.int32)
     for begin in range(first // 32 * 32, last, PIECE):
         columns, piece = keys.load_images(base, begin, first, last, PIECE)
-        aboves, equals = keys.write_chosen(target, piece, columns - start, cut, ties, aboves, equals)
+        aboves, equals = keys.write_chosen(target, piece, columns - start, cut, ties, aboves, equals, k)
     empty = tl.arange(0, SLOTS)
     tl.store(target + empty, tl.full([SLOTS], -1, tl.int32), mask=(empty >= length) & (empty < k))

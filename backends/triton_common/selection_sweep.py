@@ -40,21 +40,11 @@ def _count(base, first, last, trial, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _cut(base, first, last, limit, total, k, CHUNK: tl.constexpr):
+def _cut(base, first, last, low, low_count, high, high_count, k, CHUNK: tl.constexpr):
     """(T, ties): the k best are the keys above image T and the first ``ties`` of those equal to it.
 
-    ``total`` keys reach the image ``limit``; fewer than k, or at least k of them.
+    ``low_count`` keys, at least k, reach the image ``low``; ``high_count``, fewer than k, reach ``high``.
     """
-    low = tl.full((), keys.NEGATIVE_INFINITY, tl.uint32)
-    low_count = last - first
-    high = tl.full((), 0xFF800001, tl.uint32)  # just above the image of +inf
-    high_count = 0
-    if total >= k:
-        low = limit
-        low_count = total
-    else:
-        high = limit
-        high_count = total
     turn = 0
     while (high > low + 1) & (low_count > k):
         trial = keys.between(low, low_count, high, high_count, k.to(tl.float32), turn)
@@ -70,14 +60,14 @@ def _cut(base, first, last, limit, total, k, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _write(base, target, start, first, last, cut, ties, CHUNK: tl.constexpr):
+def _write(base, target, start, first, last, cut, ties, k, CHUNK: tl.constexpr):
     """Write the ids of the keys above ``cut`` and of the first ``ties`` of those equal to it, ascending."""
     aboves = tl.zeros((), tl.int32)
     equals = tl.zeros((), tl.int32)
     for begin in range(first // 32 * 32, last, CHUNK):
         column, images = keys.load_images(base, begin, first, last, CHUNK)
         if tl.max(((images > cut) | ((images == cut) & (equals < ties))).to(tl.int32), axis=0) > 0:
-            aboves, equals = keys.write_chosen(target, images, column - start, cut, ties, aboves, equals)
+            aboves, equals = keys.write_chosen(target, images, column - start, cut, ties, aboves, equals, k)
 
 
 @triton.jit(
@@ -88,6 +78,7 @@ def _write(base, target, start, first, last, cut, ties, CHUNK: tl.constexpr):
         "threshold",
         "counter",
         "failures",
+        "bracket",
         "segments",
         "ids",
         "images",
@@ -108,6 +99,7 @@ def finish_rows(
     threshold,  # float32 [M]
     counter,  # int32 [M]: keys that reach the threshold
     failures,  # int32 [1 + M]: how many rows failed, and which
+    bracket,  # uint32 [M, 4]: images around the k-th one, with the keys that reach each, from the first guess
     segments,  # int32 [M, 2, tiles]
     ids,  # int32 [M, CAPACITY]
     images,  # uint32 [M, CAPACITY]
@@ -157,5 +149,15 @@ def finish_rows(
         else:
             base = tl.multiple_of(logits + row * pitch * UNIT, 4 * UNIT)
             limit = keys.image(tl.load(threshold + row))
-            cut, ties = _cut(base, first, last, limit, total, k, CHUNK)
-            _write(base, target, start, first, last, cut, ties, CHUNK)
+            low = tl.load(bracket + row * 4)
+            low_count = tl.load(bracket + row * 4 + 1).to(tl.int32)
+            high = tl.load(bracket + row * 4 + 2)
+            high_count = tl.load(bracket + row * 4 + 3).to(tl.int32)
+            if (total >= k) & (limit > low):
+                low = limit
+                low_count = total
+            if (total < k) & (limit < high):
+                high = limit
+                high_count = total
+            cut, ties = _cut(base, first, last, low, low_count, high, high_count, k, CHUNK)
+            _write(base, target, start, first, last, cut, ties, k, CHUNK)
