@@ -218,7 +218,9 @@ def test_amdsmi_without_a_library_that_loads(tmp_path: Path, content: bytes | No
     if content is not None:
         (tmp_path / "lib").mkdir()
         (tmp_path / "lib" / "libamd_smi.so").write_bytes(content)
-    pytest.importorskip("importlib.util").find_spec("amdsmi") or pytest.skip("the package amdsmi is not installed")
+    pytest.importorskip("importlib.util").find_spec("amdsmi") or pytest.skip(
+        "the stand-in library needs the package amdsmi"
+    )
     seen = look(
         mi325x_node(),
         tmp_path,

@@ -22,6 +22,7 @@ from portable_indexer.cli import main
 from portable_indexer.device import device_of
 from portable_indexer.tuning import Costs, Exchange, TuningError, packaged, store, tuning_for
 from portable_indexer.tuning.fit import Sample, error_of, fit, fit_exchange
+from portable_indexer.tuning.measure import GPU_SHAPES, GPU_UNSEEN
 from portable_indexer.tuning.ranks import faster_algorithm, uneven
 
 FOLDER = Path(tuning.__file__).parent
@@ -269,20 +270,11 @@ def sample(costs: Costs, kind: Any, rows: int, keys: int, heads: int, noise: flo
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_the_fit_finds_the_costs_behind_the_times(noise: float) -> None:
     costs = random_costs()
-    shapes = [
-        (256, 4096),
-        (1024, 2048),
-        (4096, 4096),
-        (8192, 8192),
-        (2048, 32768),
-        (512, 262144),
-        (128, 1 << 20),
-    ]
     kinds = ("step", "score", "select")
-    samples = [sample(costs, k, m, n, h, noise) for k in kinds for m, n in shapes for h in (16, 32, 64)]
+    samples = [sample(costs, k, m, n, h, noise) for k in kinds for m, n in GPU_SHAPES for h in (32, 64)]
     found = fit(samples)
-    unseen = [sample(costs, "step", m, n, h, 0.0) for m, n, h in ((700, 9000, 64), (6000, 70000, 32), (300, 600000, 8))]
-    assert error_of(found, unseen).worst < (1e-6 if noise == 0 else 0.05)
+    unseen = [sample(costs, "step", m, n, h, 0.0) for m, n, h in GPU_UNSEEN]
+    assert error_of(found, unseen).worst < (1e-6 if noise == 0 else 0.04)
     assert min(vars(found)[name] for name in vars(found) if name != "exchange") >= 0
 
 
