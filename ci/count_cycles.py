@@ -57,24 +57,25 @@ def compile_choice(
     """Triton's compiled kernel of one variant of a choice."""
     types, constants = signature(choice, heads, dim, encodings, variant)
     source = ASTSource(scoring_kernel.mqa_logits_kernel, signature=types, constexprs=constants)
-    return triton.compile(source, target=target, options=dict(choice.options))
+    return triton.compile(source, target=target, options=choice.launch_options(variant))
 
 
 def main_loop(text: str) -> list[str]:
     """The instructions of the innermost loop with the most matrix instructions."""
     lines = text.splitlines()
     labels = {m.group(1): at for at, line in enumerate(lines) if (m := re.match(r"(\.LBB\d+_\d+):", line))}
-    best: list[str] = []
-    most = 0
+    spans: list[tuple[int, int]] = []
     for at, line in enumerate(lines):
         branch = re.search(r"s_c?branch\S*\s+(\.LBB\d+_\d+)", line)
-        if branch is None or labels.get(branch.group(1), at) >= at:
-            continue
-        body = lines[labels[branch.group(1)] : at + 1]
-        matrix = sum("v_mfma" in item for item in body)
-        if matrix > most or (matrix == most and matrix and len(body) < len(best)):
-            best, most = body, matrix
-    return best
+        if branch and labels.get(branch.group(1), at) < at:
+            spans.append((labels[branch.group(1)], at))
+    matrix = {span: sum("v_mfma" in line for line in lines[span[0] : span[1]]) for span in spans}
+    spans = [span for span in spans if matrix[span]]
+    inner = [a for a in spans if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
+    if not inner:
+        return []
+    first, last = max(inner, key=lambda span: matrix[span])
+    return lines[first : last + 1]
 
 
 def count(compiled: Any, arch: str) -> dict[str, Any]:

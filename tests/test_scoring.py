@@ -14,18 +14,24 @@ FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 GUARD = 7.0
 
 
-def oracle(o: problems.Operands) -> torch.Tensor:
-    """float64 logits [M, N] of the dequantised operands; -inf outside [ks, ke)."""
+def oracle(o: problems.Operands, absolute: bool = False) -> torch.Tensor:
+    """float64 logits [M, N] of the dequantised operands; -inf outside [ks, ke). With |weights| if ``absolute``."""
     q, k = o.q.cpu().to(torch.float64), o.k.cpu().to(torch.float64)
+    weights = o.weights.cpu().double()
     heads = torch.relu(torch.einsum("mhd,nd->mhn", q, k))
-    logits = torch.einsum("mhn,mh->mn", heads, o.weights.cpu().double()) * o.k_scale.cpu().double()[None, :]
+    logits = torch.einsum("mhn,mh->mn", heads, weights.abs() if absolute else weights)
+    logits = logits * o.k_scale.cpu().double()[None, :]
     column = torch.arange(k.shape[0])
     valid = (column >= o.ks.cpu()[:, None]) & (column < o.ke.cpu()[:, None])
     return logits.masked_fill(~valid, -torch.inf)
 
 
 def check(o: problems.Operands, backend: str, tolerance: float) -> torch.Tensor:
-    """Score into a poisoned buffer, compare each row with the oracle, and see that the rest is untouched."""
+    """Score into a poisoned buffer, compare each row with the oracle, and see that the rest is untouched.
+
+    A row's error may be ``tolerance`` times the norm that its logits would have without cancelling weights:
+    a row of few keys may cancel to nearly nothing.
+    """
     rows, keys = o.q.shape[0], o.k.shape[0]
     out = torch.full((rows, keys), GUARD, device=o.q.device)
     pi.fp8_mqa_logits(*o.args, out=out, backend=backend)
@@ -34,14 +40,14 @@ def check(o: problems.Operands, backend: str, tolerance: float) -> torch.Tensor:
     valid = torch.isfinite(right)
     assert (got[~valid] == GUARD).all()
     error = (got - right).masked_fill(~valid, 0).norm(dim=1)
-    norm = right.masked_fill(~valid, 0).norm(dim=1)
+    norm = oracle(o, absolute=True).masked_fill(~valid, 0).norm(dim=1)
     assert (error <= tolerance * norm).all(), (error / norm).nan_to_num().max()
     return out
 
 
 @pytest.fixture(scope="module")
 def tolerance(backend_name: str, device: torch.device) -> float:
-    """Relative error in norm that a row may have: Hopper accumulates fp8 products in fewer bits."""
+    """Relative error that a row may have: Hopper accumulates fp8 products in fewer bits."""
     return 2e-4 if device.type == "cuda" and backend_name == "triton_cuda" else 1e-5
 
 
@@ -283,12 +289,12 @@ def test_output_beyond_2_gib(rows, pitch, backend_name, device, generator, toler
     out = buffer.view(rows, pitch)[:, :40]
     out.fill_(GUARD)
     pi.fp8_mqa_logits(*o.args, out=out, backend=backend_name)
-    right = oracle(o)
+    right, sizes = oracle(o), oracle(o, absolute=True)
     for row in (0, 510, 511, 512, 519, rows - 2, rows - 1):
         valid = torch.isfinite(right[row])
         assert (out[row].cpu()[~valid] == GUARD).all()
         error = (out[row].cpu().double() - right[row])[valid].norm()
-        assert error <= tolerance * right[row][valid].norm()
+        assert error <= tolerance * sizes[row][valid].norm()
 
 
 def test_keys_beyond_2_gib(backend_name, device, generator, tolerance):  # S26, S28
@@ -302,13 +308,13 @@ def test_keys_beyond_2_gib(backend_name, device, generator, tolerance):  # S26, 
 
 def test_a_row_does_not_depend_on_its_company(backend_name, device, generator):  # S43, S44
     """The same bits for a row alone, in chunks of any size, in a wider buffer, and twenty times over."""
-    o = problems.make(24, 300, 64, 128, generator, device=device)
+    o = problems.make(17, 200, 64, 128, generator, device=device)
     right = pi.fp8_mqa_logits(*o.args, clean_logits=True, backend=backend_name)
     for _ in range(20 if device.type == "cuda" else 2):
         assert torch.equal(pi.fp8_mqa_logits(*o.args, clean_logits=True, backend=backend_name), right)
-    for step in (1, 3, 5, 8, 17):
-        out = torch.empty((24, 311), device=device)[:, :300]
-        for first in range(0, 24, step):
+    for step in (1, 3, 8):
+        out = torch.empty((17, 211), device=device)[:, :200]
+        for first in range(0, 17, step):
             part = slice(first, first + step)
             pi.fp8_mqa_logits(
                 o.q[part],

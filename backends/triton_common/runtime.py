@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -26,15 +27,8 @@ def target() -> tuple[str, str] | None:
 
     None in the interpreter, and where Triton has no driver for this machine.
     """
-    if interpreting():
-        return None
-    try:
-        found = triton.runtime.driver.active.get_current_target()
-    except RuntimeError:
-        return None
-    if found.backend == "hip":
-        return "amd", str(found.arch).partition(":")[0]
-    return "nvidia", f"sm_{found.arch}"
+    facts = None if interpreting() else _facts()
+    return None if facts is None else facts[0]
 
 
 def runs_on(device_type: str) -> bool:
@@ -44,10 +38,25 @@ def runs_on(device_type: str) -> bool:
     """
     if interpreting():
         return device_type == "cpu"
+    facts = _facts()
+    return facts is not None and facts[1] == device_type
+
+
+def _facts() -> tuple[tuple[str, str], str] | None:
+    """Target and device type of Triton's driver; None where it has none for this machine."""
     try:
-        return bool(triton.runtime.driver.active.get_active_torch_device().type == device_type)
+        return _facts_of(triton.runtime.driver.active)
     except RuntimeError:
-        return False
+        return None
+
+
+@lru_cache(maxsize=4)
+def _facts_of(driver: Any) -> tuple[tuple[str, str], str]:
+    # Asked once for each driver, since every call of an operation wants to know.
+    found = driver.get_current_target()
+    amd = found.backend == "hip"
+    where = ("amd", str(found.arch).partition(":")[0]) if amd else ("nvidia", f"sm_{found.arch}")
+    return where, str(driver.get_active_torch_device().type)
 
 
 @cache

@@ -8,8 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from portable_indexer.backends.triton_common import scoring_kernel
 from portable_indexer.backends.triton_common.runtime import interpreting
-from portable_indexer.backends.triton_common.scoring_kernel import fill_outside_kernel, mqa_logits_kernel
+
+# Triton's decorator returns no type that says what can be done with a kernel.
+mqa_logits_kernel: Any = scoring_kernel.mqa_logits_kernel
+fill_outside_kernel: Any = scoring_kernel.fill_outside_kernel
 
 # What a decoded operand is short by, see `_native` in the kernel.
 OWED = {"fp8": 1.0, "fn_as_fnuz": 2.0, "fn_as_half": 256.0, "fnuz_as_half": 128.0}
@@ -18,9 +22,23 @@ MAX_HEADS = 128
 # Positions are 32-bit in the kernel, and a tile may reach past the last key.
 MAX_KEYS = 2**31 - 4096
 
-_MAX_ALIGNED_K_STRIDE = 65536
-_MAX_ALIGNED_OUT_STRIDE = 16777216
+# Elements; the same figures stand in the kernel, as what it may assume.
+_MAX_KEY_STRIDE = 65536
+_MAX_ROW_STRIDE = 16777216
 _FILL_WIDTH = 1024
+# Key tiles of the longest program.
+_MOST_TILES = 128
+
+# Compiled kernels by choice, variant, sizes and device: a kept kernel is launched without Triton looking at every
+# argument again, and none is freed while a captured graph may need it.
+_kept: dict[tuple[Any, ...], Any] = {}
+
+
+class Variant(NamedTuple):
+    """One compiled form of a choice: with 16-byte accesses, and with K through a tensor descriptor."""
+
+    aligned: bool
+    descriptor: bool
 
 
 @dataclass(frozen=True)
@@ -31,33 +49,37 @@ class ScoringChoice:
 
     Attributes:
         rows, keys: tile of a program.
-        heads, blocks: heads of one block and number of blocks; their product is H or more.
+        heads, blocks: heads of one block and number of blocks (1 or 4); their product is H or more.
+        lanes, pair: of each run of lanes * pair columns of the product, `lanes` rows own `pair` heads each.
         relu: "max", "sum" or "sum_scalar".
         q_decode, k_decode: "fp8", "fn_as_fnuz", "fn_as_half" or "fnuz_as_half".
         descriptor: K may come through a tensor descriptor (where its base and stride allow it).
+        direct: loads of scales and stores of logits in the product's own register layout (PTX).
         stages: depth of the load pipeline.
         resident: programs that a compute unit or SM holds at once.
         options: the compiler's launch options, as (name, value) pairs.
+        relaxed: what replaces them in the unaligned variant, whose narrow accesses need more registers.
     """
 
     rows: int
     keys: int
     heads: int
     blocks: int
+    lanes: int
+    pair: int
     relu: str
     q_decode: str
     k_decode: str
     descriptor: bool
+    direct: bool
     stages: int
     resident: int
     options: tuple[tuple[str, Any], ...]
+    relaxed: tuple[tuple[str, Any], ...] = ()
 
-
-class Variant(NamedTuple):
-    """One compiled form of a choice: with 16-byte accesses, and with K through a tensor descriptor."""
-
-    aligned: bool
-    descriptor: bool
+    def launch_options(self, variant: Variant) -> dict[str, Any]:
+        """The compiler's options for one variant."""
+        return dict(self.options) if variant.aligned else {**dict(self.options), **dict(self.relaxed)}
 
 
 def unsupported(heads: int, dim: int, keys: int) -> str | None:
@@ -81,15 +103,21 @@ def splits_for(rows: int, keys: int, choice: ScoringChoice, units: int) -> int:
     tiles = -(-rows // choice.rows)
     key_tiles = -(-keys // choice.keys)
     slots = units * choice.resident
+    # Short programs even out; shorter ones than four tiles would mostly load queries.
+    fewest = -(-key_tiles // _MOST_TILES)
+    most = max(1, key_tiles // 4)
     best, best_cost = 1, None
-    for waves in range(9):
-        splits = max(1, waves * slots // tiles)
-        splits = min(splits, max(1, key_tiles // 4))
+    for waves in range(max(1, tiles * fewest // slots), tiles * fewest // slots + 9):
+        splits = min(max(waves * slots // tiles, fewest), most)
         # A program costs its key tiles, and about four more to load its queries and fill its pipeline.
         cost = -(-tiles * splits // slots) * (-(-key_tiles // splits) + 4)
         if best_cost is None or cost < best_cost:
             best, best_cost = splits, cost
     return best
+
+
+def _fits(stride: int, multiple: int, most: int) -> bool:
+    return stride % multiple == 0 and 0 <= stride <= most
 
 
 def is_aligned(
@@ -99,14 +127,12 @@ def is_aligned(
     tensors = (q, k, k_scale, weights, out)
     return (
         all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        and q.stride(0) % 16 == 0
-        and q.stride(1) % 16 == 0
-        and k.stride(0) % 16 == 0
-        and 0 <= k.stride(0) <= _MAX_ALIGNED_K_STRIDE
+        and _fits(q.stride(0), 16, _MAX_ROW_STRIDE)
+        and _fits(q.stride(1), 16, _MAX_KEY_STRIDE)
+        and _fits(k.stride(0), 16, _MAX_KEY_STRIDE)
+        and _fits(weights.stride(0), 4, _MAX_ROW_STRIDE)
+        and _fits(out.stride(0), 4, _MAX_ROW_STRIDE)
         and k_scale.stride(0) == 1
-        and weights.stride(0) % 4 == 0
-        and out.stride(0) % 4 == 0
-        and 0 <= out.stride(0) <= _MAX_ALIGNED_OUT_STRIDE
     )
 
 
@@ -121,11 +147,14 @@ def constants(choice: ScoringChoice, heads: int, dim: int, variant: Variant) -> 
         "KEYS": choice.keys,
         "HEADS": choice.heads,
         "BLOCKS": choice.blocks,
+        "LANES": choice.lanes,
+        "PAIR": choice.pair,
         "RELU": relu,
         "Q_DECODE": choice.q_decode,
         "K_DECODE": choice.k_decode,
         "ALIGNED": variant.aligned,
         "DESCRIPTOR": variant.descriptor,
+        "DIRECT": choice.direct and not interpreting(),
         "STAGES": choice.stages,
     }
 
@@ -163,7 +192,7 @@ def mqa_logits(
     if variant is None:
         aligned = is_aligned(q, k, k_scale, weights, out)
         variant = Variant(aligned, choice.descriptor and aligned)
-    mqa_logits_kernel[(-(-rows // choice.rows) * splits,)](
+    arguments = (
         q if choice.q_decode == "fp8" else q.view(torch.uint8),
         _keys_argument(k, choice, variant),
         k_scale,
@@ -181,9 +210,29 @@ def mqa_logits(
         weights.stride(0),
         out.stride(0),
         OWED[choice.q_decode] * OWED[choice.k_decode],
-        **constants(choice, heads, dim, variant),
-        **dict(choice.options),
     )
+    _launch(-(-rows // choice.rows) * splits, arguments, choice, heads, dim, variant, q.device)
+
+
+def _launch(
+    programs: int,
+    arguments: tuple[Any, ...],
+    choice: ScoringChoice,
+    heads: int,
+    dim: int,
+    variant: Variant,
+    device: torch.device,
+) -> None:
+    key = (choice, variant, heads, dim, device.index)
+    named = constants(choice, heads, dim, variant)
+    if device.type != "cuda":
+        mqa_logits_kernel[(programs,)](*arguments, **named, **choice.launch_options(variant))
+        return
+    with torch.cuda.device(device):
+        if key in _kept:
+            _kept[key][(programs, 1, 1)](*arguments, *named.values())
+        else:
+            _kept[key] = mqa_logits_kernel[(programs,)](*arguments, **named, **choice.launch_options(variant))
 
 
 def _keys_argument(k: torch.Tensor, choice: ScoringChoice, variant: Variant) -> Any:
@@ -193,11 +242,8 @@ def _keys_argument(k: torch.Tensor, choice: ScoringChoice, variant: Variant) -> 
 
 
 def variants(choice: ScoringChoice) -> tuple[Variant, ...]:
-    """The closed list of compiled variants of one choice."""
-    listed = [Variant(False, False), Variant(True, False)]
-    if choice.descriptor:
-        listed.append(Variant(True, True))
-    return tuple(listed)
+    """The closed list of compiled variants of one choice: what addresses and strides can ask for."""
+    return Variant(False, False), Variant(True, choice.descriptor)
 
 
 def warmup(

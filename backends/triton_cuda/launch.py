@@ -21,7 +21,8 @@ def scoring_choice(
     """How ``fp8_mqa_logits`` is built.
 
     The accumulators of a warp give each quad of lanes eight columns, two to a lane: four rows can have their
-    heads in one lane each. Up to 32 heads, 128 columns leave room for four programs on an SM; with 64, 256.
+    heads in one lane each. 128 columns leave room for four programs on an SM, which overlap each other's
+    products and sums.
 
     Args:
         arch: "sm_90", ...
@@ -31,13 +32,13 @@ def scoring_choice(
     """
     native = arch in NATIVE_FP8 and q_encoding == k_encoding == "fn"
     padded = max(4, 1 << (heads - 1).bit_length())
-    wide = padded >= 64
-    lanes = 2 if padded == 128 else 4
+    rows = 128 // padded
+    lanes = min(rows, 4)
     options: list[tuple[str, int | bool]] = [("num_warps", 4), ("num_stages", 3), ("enable_fp_fusion", False)]
-    if native and not wide:
+    if native and rows <= 8:
         options.append(("maxnreg", 128))
     return ScoringChoice(
-        rows=(256 if wide else 128) // padded,
+        rows=rows,
         keys=64,
         heads=padded,
         blocks=1,
@@ -49,6 +50,17 @@ def scoring_choice(
         descriptor=native and arch in DESCRIPTOR_LOADS,
         direct=True,
         stages=3,
-        resident=2 if wide else 4,
+        resident=4 if native and rows <= 8 else 2,
         options=tuple(options),
+        relaxed=(("maxnreg", None),),
     )
+
+
+@cache
+def selection_choice(arch: str) -> SelectionChoice:
+    """Tiles and warps of the selection kernels, which set the time of an answer and never the answer.
+
+    Args:
+        arch: "sm_90", ...
+    """
+    return SelectionChoice()

@@ -66,4 +66,15 @@ def scoring_choice(
             ("waves_per_eu", 0 if waves == 1 else waves),
             ("enable_fp_fusion", False),
         ),
+        relaxed=(("waves_per_eu", 0),),
     )
+
+
+@cache
+def selection_choice(arch: str) -> SelectionChoice:
+    """Tiles and warps of the selection kernels, which set the time of an answer and never the answer.
+
+    Args:
+        arch: "gfx942", "gfx950", ...
+    """
+    return SelectionChoice()
