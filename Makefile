@@ -19,7 +19,14 @@ demo: $(VENV)/.ready ## the whole sharded job on 4 ranks, checked byte for byte
 	$(BIN)/portable-indexer demo $(DEMO_ARGS)
 
 test: $(VENV)/.ready ## all CPU tests
-	$(BIN)/python ci/run_tests.py
+	$(BIN)/python ci/compile_matrix.py --smoke --python 3.9=$(BIN)/python
+	$(BIN)/python ci/run_tests.py test
+
+test-all: $(VENV)/.ready ## the same with the tests marked slow
+	$(BIN)/python ci/run_tests.py test --slow
+
+bench: $(VENV)/.ready ## measure this machine: BENCH="scoring" or selection, metadata, sharding
+	$(BIN)/portable-indexer bench $(or $(BENCH),scoring)
 
 lint: $(VENV)/.ready ## ruff, mypy --strict, pyright
 	$(BIN)/ruff check .
@@ -31,6 +38,9 @@ lint: $(VENV)/.ready ## ruff, mypy --strict, pyright
 .venv-triton36/.ready: ci/setup_triton36.sh pyproject.toml
 	PYTHON="$(PYTHON)" bash ci/setup_triton36.sh .venv-triton36
 	@touch $@
+
+emulate: $(VENV)/.ready ## execute the compiled ROCm kernels on the CPU
+	$(BIN)/python ci/run_tests.py emulate
 
 PYTHONS := 3.9=$(BIN)/python 3.6=.venv-triton36/bin/python
 matrix: $(VENV)/.ready .venv-triton36/.ready ## compile every kernel for every target and audit the machine code

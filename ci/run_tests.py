@@ -1,6 +1,6 @@
-"""Runs the CPU test suite: ``make test``.
+"""Runs the test suites that need no GPU: ``make test``, ``make emulate``.
 
-A process either interprets Triton kernels, or compiles them, or does neither; so the contract
+A process either interprets Triton kernels, or compiles them for one architecture, or does neither; so the contract
 suite runs several times, each in processes of its own. Ends with one line that counts everything.
 """
 
@@ -15,42 +15,66 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CONTRACT = ["tests/test_scoring", "tests/test_selection", "tests/test_metadata", "tests/test_pool"]
+# The contract suite: these run again for each Triton backend.
+CONTRACT = ("test_scoring", "test_selection", "test_pools", "test_metadata")
+# Of those, what looks at compiled kernels or a GPU and so says nothing new in the interpreter.
+NOT_INTERPRETED = ("_kept", "_gpu")
 COUNTED = ("passed", "failed", "skipped", "error", "errors", "xfailed", "xpassed")
+Run = tuple[str, dict[str, str], list[str]]
 
 
 def contract_files() -> list[str]:
+    """Files of the contract suite that the interpreter runs."""
     return sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").glob("test_*.py")
-        if str(path.relative_to(ROOT)).startswith(tuple(CONTRACT))
+        if path.stem.startswith(CONTRACT) and not path.stem.endswith(NOT_INTERPRETED)
     )
 
 
-def runs() -> list[tuple[str, dict[str, str], list[str]]]:
-    """Name, environment and pytest arguments of each run."""
-    interpreted = {"TRITON_INTERPRET": "1"}
+def test_runs() -> list[Run]:
+    """Name, environment and pytest arguments of each run of ``make test``."""
+    rest = ["tests", "--ignore=tests/cdna", "--ignore=tests/vllm"]
     return [
-        (
-            "reference, planner, exchange, commands",
-            {},
-            ["tests", "--ignore=tests/cdna", "--ignore=tests/vllm"],
-        ),
+        ("reference, planner, exchange, commands", {}, rest),
         *(
-            (f"{name}, interpreted", {**interpreted, "PORTABLE_INDEXER_TEST_BACKEND": name}, contract_files())
+            (
+                f"{name}, interpreted",
+                {"TRITON_INTERPRET": "1", "PORTABLE_INDEXER_TEST_BACKEND": name},
+                contract_files(),
+            )
             for name in ("triton_rocm", "triton_cuda")
         ),
+        ("single instructions of the executor", {}, ["tests/cdna"]),
+        ("gfx942 machine code, smoke", {"CDNA_ARCH": "gfx942"}, SMOKE),
+        ("gfx950 machine code, smoke", {"CDNA_ARCH": "gfx950"}, SMOKE),
     ]
+
+
+# A minute of the executor: one file of whole operations.
+SMOKE = ["tests/cdna/test_contract_scoring.py"]
+
+
+def emulate_runs() -> list[Run]:
+    """The same of ``make emulate``: every suite of the executor, for each architecture."""
+    return [
+        ("single instructions of the executor", {}, ["tests/cdna"]),
+        *((f"{arch} machine code", {"CDNA_ARCH": arch}, ["tests/cdna"]) for arch in ("gfx942", "gfx950")),
+    ]
+
+
+SUITES = {"test": test_runs, "emulate": emulate_runs}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", default=os.environ.get("PYTEST_WORKERS", str(min(4, os.cpu_count() or 1))))
+    parser.add_argument("suite", choices=sorted(SUITES), nargs="?", default="test")
+    parser.add_argument("--workers", default=os.environ.get("PYTEST_WORKERS", str(min(8, os.cpu_count() or 1))))
     parser.add_argument("--slow", action="store_true", help="also run the tests marked slow")
     options = parser.parse_args()
     totals = dict.fromkeys(COUNTED, 0)
     worst = 0
-    for name, environment, arguments in runs():
+    for name, environment, arguments in SUITES[options.suite]():
         print(f"--- {name}", flush=True)
         begin = time.monotonic()
         command = [
