@@ -19,12 +19,16 @@ class Operands:
     ke: torch.Tensor  # [M] int32
 
     @property
-    def args(self) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
+    def args(
+        self,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
         """In the order of the public functions, up to the bounds."""
         return self.q, (self.k, self.k_scale), self.weights, self.ks, self.ke
 
 
-def fp8(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, levels: int = 0) -> torch.Tensor:
+def fp8(
+    shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, levels: int = 0
+) -> torch.Tensor:
     """Random fp8 numbers; with ``levels``, few distinct small integers, so that scores tie exactly."""
     if levels:
         values = torch.randint(-levels, levels + 1, shape, generator=generator).float()
