@@ -32,7 +32,7 @@ lint: $(VENV)/.ready ## ruff, mypy --strict, pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The second Triton that the compile matrix covers has a venv of its own.
 .venv-triton36/.ready: ci/setup_triton36.sh pyproject.toml

@@ -22,9 +22,7 @@ def check_layout(name: str, tensor: Any, ndim: int) -> None:
     if tensor.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, got {describe(tensor)}")
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(
-            f"{name} must be contiguous in its last dimension (stride 1), got {describe(tensor)}"
-        )
+        raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got {describe(tensor)}")
 
 
 def check_output(name: str, tensor: Any) -> None:

@@ -70,8 +70,7 @@ class Problem:
                 if tensor.dtype == torch.uint8:
                     hint = f"; raw bytes carry no encoding, say which: {name}.view(torch.float8_e4m3fn)"
                 raise TypeError(
-                    f"{name} must be torch.float8_e4m3fn or torch.float8_e4m3fnuz, "
-                    f"got {describe(tensor)}{hint}"
+                    f"{name} must be torch.float8_e4m3fn or torch.float8_e4m3fnuz, got {describe(tensor)}{hint}"
                 )
         rows, heads, dim = q.shape
         keys = k.shape[0]
@@ -91,9 +90,7 @@ class Problem:
         check_float32("weights", weights)
         check_device("weights", weights, q.device)
         if tuple(weights.shape) != (rows, heads):
-            raise ValueError(
-                f"weights must be [{rows}, {heads}] to match q {tuple(q.shape)}, got {describe(weights)}"
-            )
+            raise ValueError(f"weights must be [{rows}, {heads}] to match q {tuple(q.shape)}, got {describe(weights)}")
         check_bounds(cu_seqlen_ks, cu_seqlen_ke, rows, q.device)
         if op != "fp8_mqa_logits":
             check_topk(topk)
@@ -101,9 +98,7 @@ class Problem:
         return problem, k, k_scale
 
     @staticmethod
-    def of_logits(
-        logits: torch.Tensor, cu_seqlen_ks: torch.Tensor, cu_seqlen_ke: torch.Tensor, topk: int
-    ) -> Problem:
+    def of_logits(logits: torch.Tensor, cu_seqlen_ks: torch.Tensor, cu_seqlen_ke: torch.Tensor, topk: int) -> Problem:
         """Check the operands of ``top_k_per_row``: logits [M, N] float32, row pitch free."""
         check_layout("logits", logits, 2)
         check_float32("logits", logits)
@@ -177,6 +172,7 @@ class Backend(Protocol):
 
     def workspace_bytes(self, problem: Problem, budget: int) -> int:
         """Bytes that ``index_topk`` wants within a logits budget in bytes; never less than it needs."""
+        ...
 
     def expand_pools(
         self,
@@ -197,3 +193,4 @@ class Backend(Protocol):
 
     def warmup(self, device: torch.device, num_heads: int, head_dim: int, topk: int) -> int:
         """Compile every variant that calls of this shape can reach; returns how many."""
+        ...

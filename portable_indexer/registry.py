@@ -62,9 +62,7 @@ def _explicit(name: str, device: Device, problem: Problem | None, source: str) -
     reason = why_not(name, device, problem)
     if reason is not None:
         rest = "; ".join(
-            f"{other}: {why_not(other, device, problem) or 'supported'}"
-            for other in list_backends()
-            if other != name
+            f"{other}: {why_not(other, device, problem) or 'supported'}" for other in list_backends() if other != name
         )
         raise ValueError(f"{source}: backend {name!r} cannot serve this: {reason} ({rest})")
     return _load(name)

@@ -24,9 +24,7 @@ def logits_budget() -> int:
     except ValueError:
         megabytes = 0
     if megabytes < 1:
-        raise ValueError(
-            f"PORTABLE_INDEXER_LOGITS_MB must be a whole number of MiB, at least 1, got {text!r}"
-        )
+        raise ValueError(f"PORTABLE_INDEXER_LOGITS_MB must be a whole number of MiB, at least 1, got {text!r}")
     return megabytes << 20
 
 
@@ -77,13 +75,17 @@ class Workspace:
 
 
 _persistent: dict[tuple[torch.device, int], Workspace] = {}
+# A graph that was captured with a smaller workspace goes on using it.
+_outgrown: list[Workspace] = []
 
 
 def persistent_workspace(device: torch.device, nbytes: int) -> Workspace:
     """The process's own workspace of this device and its current stream, at least ``nbytes`` large.
 
     It is made on first use and replaced by a larger one only where a call needs more, so steady
-    state allocates nothing. Engines that account for memory pass a Workspace of their own instead.
+    state allocates nothing. One that was outgrown is kept, for graphs captured with it; each is at
+    least half as large again as the one before, so all together take at most three times the
+    last. Engines that account for memory pass a Workspace of their own instead.
     """
     stream = 0
     if device.type == "cuda":
@@ -91,6 +93,9 @@ def persistent_workspace(device: torch.device, nbytes: int) -> Workspace:
     key = (device, stream)
     held = _persistent.get(key)
     if held is None or held.nbytes < nbytes:
+        if held is not None:
+            _outgrown.append(held)
+            nbytes = max(nbytes, held.nbytes * 3 // 2)
         held = _persistent[key] = Workspace(device, nbytes)
     return held
 

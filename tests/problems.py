@@ -26,9 +26,7 @@ class Operands:
         return self.q, (self.k, self.k_scale), self.weights, self.ks, self.ke
 
 
-def fp8(
-    shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, levels: int = 0
-) -> torch.Tensor:
+def fp8(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, levels: int = 0) -> torch.Tensor:
     """Random fp8 numbers; with ``levels``, few distinct small integers, so that scores tie exactly."""
     if levels:
         values = torch.randint(-levels, levels + 1, shape, generator=generator).float()

@@ -95,9 +95,7 @@ def test_install_asks_for_nothing(metadata: Message) -> None:  # K01, K03, K06, 
 
 
 def run_python(code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -114,7 +112,11 @@ def test_import_touches_no_vendor_library_and_no_gpu() -> None:  # D01, D02
         sys.meta_path.insert(0, Trap())
         import portable_indexer as pi
         assert not {"torch", "triton", "numpy"} & set(sys.modules), "the bare import is light"
-        import torch
+        assert "pynvml" not in sys.modules
+        sys.meta_path.pop(0)
+        import torch  # which may import pynvml for itself
+        sys.modules.pop("pynvml", None)
+        sys.meta_path.insert(0, Trap())
         torch.cuda._lazy_init = lambda: (_ for _ in ()).throw(RuntimeError("touched the GPU"))
         for name in pi.__all__:
             assert getattr(pi, name) is not None

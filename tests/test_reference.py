@@ -32,9 +32,7 @@ def naive_topk(scores: list[float], ks: int, ke: int, topk: int, keys: int) -> l
 
 @pytest.mark.parametrize("q_dtype", [FN, FNUZ])
 @pytest.mark.parametrize("k_dtype", [FN, FNUZ])
-def test_logits_are_the_formula(
-    q_dtype: torch.dtype, k_dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_logits_are_the_formula(q_dtype: torch.dtype, k_dtype: torch.dtype, generator: torch.Generator) -> None:
     p = make(5, 23, 3, 8, generator, q_dtype=q_dtype, k_dtype=k_dtype, ragged=True)
     out = torch.full((5, 23), 7.0)
     got = pi.fp8_mqa_logits(*p.args, out=out, backend="reference")

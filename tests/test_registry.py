@@ -52,9 +52,7 @@ def test_environment_is_binding(monkeypatch: pytest.MonkeyPatch) -> None:
         pi.resolve(H200)
 
 
-def test_falls_back_with_one_log_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_falls_back_with_one_log_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(
         registry, "why_not", lambda name, *_: None if name == "reference" else "made to fail for this test"
     )
@@ -62,9 +60,7 @@ def test_falls_back_with_one_log_line(
     with caplog.at_level(logging.WARNING, logger="portable_indexer"):
         assert pi.resolve(H200).name == "reference"
         assert pi.resolve(H200).name == "reference"
-    assert [r.getMessage() for r in caplog.records] == [
-        "backend 'triton_cuda' passed over: made to fail for this test"
-    ]
+    assert [r.getMessage() for r in caplog.records] == ["backend 'triton_cuda' passed over: made to fail for this test"]
 
 
 def test_entry_points_register(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +77,7 @@ def test_entry_points_register(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Non
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: thirdparty\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[portable_indexer.backends]\nthird = thirdparty:Third\nbroken = nowhere:Nothing\n"
-        "reference = nowhere:Evil\n"
+        "[portable_indexer.backends]\nthird = thirdparty:Third\nbroken = nowhere:Nothing\nreference = nowhere:Evil\n"
     )
     code = """
         import portable_indexer as pi

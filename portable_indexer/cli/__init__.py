@@ -41,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "portable_indexer":
             raise
-        print(
-            f"portable-indexer {name}: needs {error.name}, which this Python does not have", file=sys.stderr
-        )
+        print(f"portable-indexer {name}: needs {error.name}, which this Python does not have", file=sys.stderr)
         return 1
     parser = argparse.ArgumentParser(prog=f"portable-indexer {name}", description=COMMANDS[name])
     command.add_arguments(parser)

@@ -95,7 +95,9 @@ def _collectives(hip: bool) -> str | None:
     if torch.version.hip is None and torch.version.cuda is None:
         return None
     try:
-        number: Any = torch.cuda.nccl.version()
+        from torch.cuda import nccl
+
+        number: Any = nccl.version()
     except Exception:
         return None
     text = ".".join(map(str, number)) if isinstance(number, tuple) else str(number)
