@@ -20,6 +20,10 @@ class MemoryFault(CdnaError):
     """An access outside the tensors of the launch, the LDS or the scratch."""
 
 
+class Race(CdnaError):
+    """Two waves meet in LDS without a barrier between them."""
+
+
 class Trap(CdnaError):
     """The kernel ran into s_trap, as a failed device assertion does."""
 

@@ -142,6 +142,7 @@ def _run(kernel: Kernel, whole: Batch, counters: Counters, lockstep: bool, limit
     while ready or waiting:
         if not ready:
             ready, waiting = waiting, []
+            ready[0].local.watch.epoch += 1
             ready = _met(ready) if lockstep else ready
         behind = min(range(len(ready)), key=lambda n: ready[n].pc) if lockstep else 0
         batch = ready.pop(behind)

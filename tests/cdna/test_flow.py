@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from .errors import CdnaError, Stuck, Trap
+from .errors import CdnaError, Race, Stuck, Trap
 from .snippet import launch, run
 from .wave import EXEC
 
@@ -127,11 +127,57 @@ def test_barrier(lockstep):
     assert (out.ravel() == np.arange(128) ^ 64).all()
 
 
-def test_lone_waves_show_a_missing_barrier():
-    """In lockstep both waves have written; alone, the first one reads poison."""
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_a_missing_barrier_is_a_race(lockstep):
     out = np.zeros((2, 64), U)
-    launch(EXCHANGE.format("s_nop 0"), out, lockstep=False)
-    assert (out[0] == 0x7FD5A5A5).all()
+    with pytest.raises(Race) as caught:
+        launch(EXCHANGE.format("s_nop 0"), out, lockstep=lockstep)
+    # Alone, the first wave reads what nobody has written yet; the second one then overwrites what it read.
+    text = (
+        "wave 0 reads LDS word 64 that wave 1 has written"
+        if lockstep
+        else "wave 1 writes LDS word 64 that wave 0 has read"
+    )
+    assert text in str(caught.value) and ("ds_read_b32" if lockstep else "ds_write_b32") in str(caught.value)
+
+
+BACK = """
+    v_lshlrev_b32_e32 v1, 2, v0
+    ds_write_b32 v1, v0
+    s_barrier
+    v_xor_b32_e32 v2, 0x100, v1
+    ds_read_b32 v3, v2
+    {}
+    ds_write_b32 v1, v3
+    s_barrier
+    ds_read_b32 v3, v1
+    global_store_dword v1, v3, s[0:1]
+    s_endpgm
+"""
+
+
+def test_overwriting_what_another_wave_reads_is_a_race():
+    out = np.zeros((2, 64), U)
+    launch(BACK.format("s_barrier"), out)
+    assert (out.ravel() == np.arange(128) ^ 64).all()
+    with pytest.raises(Race, match="wave 0 writes LDS word 0 that wave 1 has read"):
+        launch(BACK.format("s_nop 0"), out)
+
+
+def test_the_same_value_from_every_wave_is_none():
+    """Compiled code stores what waves hold in common more than once, and each wave reads its own."""
+    out = np.zeros((2, 64), U)
+    text = """
+        v_and_b32_e32 v2, 63, v0
+        v_lshlrev_b32_e32 v1, 2, v2
+        ds_write_b32 v1, v2
+        ds_read_b32 v3, v1
+        v_lshlrev_b32_e32 v1, 2, v0
+        global_store_dword v1, v3, s[0:1]
+        s_endpgm
+    """
+    launch(text, out)
+    assert (out == np.arange(64)).all()
 
 
 def test_lds_of_workgroups_is_apart():

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..errors import MemoryFault, UnknownInstruction
 from ..operand import Place, place, vector, vector_writer
-from ..wave import LANES, M0
+from ..races import Watch
+from ..wave import LANES, M0, POISON
 from .atomics import apply, local
 from .loads import Form, active, flat
 
@@ -20,9 +21,9 @@ class Lds:
 
     def __init__(self, size: int, groups: int) -> None:
         self.size, self.stride = size, -(-size // 16) * 16
-        self.data = np.full(self.stride * groups, 0xA5, np.uint8)
-        # 0x7fd5a5a5 in each word: a NaN as a float, out of range as an index.
-        self.data.view(np.uint32)[:] = 0x7FD5A5A5
+        self.words = np.full(self.stride * groups // 4, POISON, np.uint32)
+        self.data = self.words.view(np.uint8)
+        self.watch = Watch(len(self.words))
 
     def _index(self, b, lanes, address, size: int):
         address = flat(np.asarray(address, np.int64), b, lanes)
@@ -31,25 +32,39 @@ class Lds:
             raise MemoryFault(f"{size} bytes at LDS address {bad}, of {self.size} bytes")
         return address + flat(b.lds[:, None], b, lanes)
 
+    def _whole_words(self, index, size: int):
+        """Word numbers [n, size / 4]; None where the access is not made of whole words."""
+        if size % 4 or (index & 3).any():
+            return None
+        return (index >> 2)[:, None] + np.arange(size // 4)
+
     def load(self, b, lanes, address, size: int):
         """uint8 [n, size] for the lanes `lanes`."""
         index = self._index(b, lanes, address, size)
-        unit = 4 if size % 4 == 0 and not (index & 3).any() else 1
-        words = self.data.view(f"u{unit}")
-        return words.take((index // unit)[:, None] + np.arange(size // unit)).view(np.uint8)
+        words = self._whole_words(index, size)
+        if words is None:
+            return self.data.take(index[:, None] + np.arange(size))
+        self.watch.loads(words, flat(b.wave[:, None], b, lanes))
+        return self.words.take(words).view(np.uint8)
 
     def store(self, b, lanes, address, data) -> None:
         size = data.shape[1]
         index = self._index(b, lanes, address, size)
-        unit = 4 if size % 4 == 0 and not (index & 3).any() else 1
-        words = self.data.view(f"u{unit}")
-        words[(index // unit)[:, None] + np.arange(size // unit)] = np.ascontiguousarray(data).view(f"u{unit}")
+        words = self._whole_words(index, size)
+        if words is None:
+            self.data[index[:, None] + np.arange(size)] = data
+            self.watch.forget((index[:, None] + np.arange(size)) >> 2)
+            return
+        self.watch.stores(words, flat(b.wave[:, None], b, lanes))
+        self.words[words] = np.ascontiguousarray(data).view(np.uint32)
 
     def atomic(self, b, lanes, address, values, operation, returns: bool):
-        index = self._index(b, lanes, address, values.dtype.itemsize)
-        if (index % values.dtype.itemsize).any():
+        size = values.dtype.itemsize
+        index = self._index(b, lanes, address, size)
+        if (index % size).any():
             raise MemoryFault("an LDS atomic that is not aligned")
-        return apply(self.data.view(values.dtype), index // values.dtype.itemsize, values, operation, returns)
+        self.watch.forget((index >> 2)[:, None] + np.arange(size // 4))
+        return apply(self.data.view(values.dtype), index // size, values, operation, returns)
 
 
 def landing(program, offset: int, size: int):
