@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from portable_indexer.vllm_plugin import hooks, on_import, register, state, status
+from portable_indexer.vllm_plugin.rocm_op import replace_in_dispatcher
 from portable_indexer.vllm_plugin.settings import Settings
 
 GATE, PLAN = "tp_prefill_row_sharding_supported", "balanced_prefill_row_shard"
@@ -286,10 +289,29 @@ def test_the_package_declares_the_entry_point() -> None:
     assert "portable_indexer.vllm_plugin" in project["tool"]["setuptools"]["packages"]
 
 
-def test_the_dispatcher_takes_the_replacement_while_the_library_lives() -> None:
-    library = torch.library.Library("portable_indexer_test", "FRAGMENT")
-    library.define("op(Tensor(a!) x) -> Tensor(a!)")
-    library.impl("op", lambda x: x.add_(1), "CPU")
-    override = torch.library.Library("portable_indexer_test", "IMPL")
-    override.impl("op", lambda x: x.add_(10), "CPU", allow_override=True)
-    assert torch.ops.portable_indexer_test.op(torch.zeros(1)).item() == 10
+def test_the_dispatcher_keeps_the_replacement(world: fake_vllm.World) -> None:
+    # V15: a registration ends with its Library object, so that must outlive every collection
+    library = torch.library.Library("vllm", "FRAGMENT")
+    library.define("portable_indexer_probe(Tensor(a!) x) -> Tensor(a!)")
+    library.impl("portable_indexer_probe", lambda x: x.add_(1), "CPU")
+    assert torch.ops.vllm.portable_indexer_probe(torch.zeros(1)).item() == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replace_in_dispatcher("portable_indexer_probe", lambda x: x.add_(10))
+    gc.collect()
+    assert torch.ops.vllm.portable_indexer_probe(torch.zeros(1)).item() == 10
+    with pytest.raises(hooks.Inactive, match="has no portable_indexer_absent"):
+        replace_in_dispatcher("portable_indexer_absent", lambda x: x)
+
+
+@pytest.mark.parametrize("hip", [None, "6.4.0"])
+def test_a_capture_is_seen_on_either_vendor(monkeypatch: pytest.MonkeyPatch, hip: str | None) -> None:
+    # V08: nothing here asks for CUDA by name
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for answer in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=answer: answer)
+        assert hooks.capturing() is answer
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("this would start a GPU"))
+    assert not hooks.capturing()
