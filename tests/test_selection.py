@@ -100,6 +100,18 @@ def test_empty_and_negative_lengths(backend_name: str, device: torch.device, gen
     assert (check(logits, ks, ke, 16, backend_name) == -1).all()
 
 
+@pytest.mark.parametrize("width", [40, 700, 20000])
+def test_lengths_beyond_32_bits(
+    width: int, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:  # T13
+    """ke - ks may lie below every int32: no key, no read, and every id written."""
+    least, most = -(2**31), 2**31 - 1
+    logits = random_logits((7, width), generator).to(device)
+    ks = integers([0, 1, 5, most, most, 3, 7], device)
+    ke = integers([least, least, least + 3, least, 10, width, -most], device)
+    check(logits, ks, ke, 30, backend_name)
+
+
 @pytest.mark.parametrize("width", [700, 20000])
 def test_bounds_beyond_the_tensor(
     width: int, backend_name: str, device: torch.device, generator: torch.Generator

@@ -77,15 +77,15 @@ def test_stages_along_the_keys(order: str, device: torch.device, generator: torc
         short_keys=1024, tile_keys=1024, mark_block=512, mark_block_wide=512, finish_chunk=512, whole_rows=5,
         stage_keys=1100, spare_programs=3,
     )  # fmt: skip
-    rows, keys, topk = 5, 4000, 100
+    rows, keys, topk = 6, 4000, 100
     scores = {
         "random": torch.randint(-40, 40, (rows, keys), generator=generator).float(),
         "ascending": torch.arange(keys).float().expand(rows, -1),
         "descending": -torch.arange(keys).float().expand(rows, -1),
         "equal": torch.full((rows, keys), 2.5),
     }[order].to(device)
-    ks = torch.tensor([0, 17, 1300, 3990, 2500], dtype=torch.int32, device=device)
-    ke = torch.tensor([4000, 3999, 2700, 4000, 2400], dtype=torch.int32, device=device)
+    ks = torch.tensor([0, 17, 1300, 3990, 2500, 5], dtype=torch.int32, device=device)
+    ke = torch.tensor([4000, 3999, 2700, 4000, 2400, -(2**31)], dtype=torch.int32, device=device)
     right = torch.full((rows, topk), POISON, dtype=torch.int32)
     get_backend("reference").top_k_per_row(scores.cpu(), ks.cpu(), ke.cpu(), topk, right)
 

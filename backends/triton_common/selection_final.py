@@ -119,7 +119,7 @@ def choose_candidates(
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(ks + row)
     first = tl.maximum(start, 0)
-    last = tl.minimum(tl.load(ke + row), width)
+    last = tl.maximum(tl.minimum(tl.load(ke + row), width), 0)
     length = tl.maximum(last - first, 0)
     target = out + row * out_pitch
     total = tl.load(counter + row)

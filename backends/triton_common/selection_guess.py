@@ -82,7 +82,7 @@ def guess_threshold(
     """
     row = tl.program_id(0).to(tl.int64)
     first = tl.maximum(tl.load(ks + row), 0)
-    last = tl.minimum(tl.load(ke + row), width)
+    last = tl.maximum(tl.minimum(tl.load(ke + row), width), 0)
     length = tl.maximum(last - first, 0)
     found = tl.full((), float("-inf"), tl.float32)
     if length <= k:

@@ -63,7 +63,7 @@ def _mark_tile(
     a tile is not; ``segments`` restores the order of the tiles. A row with more candidates than ``capacity``
     keeps an unspecified part of them, and ``counter`` tells."""
     first = tl.maximum(tl.load(ks + row), 0)
-    last = tl.minimum(tl.load(ke + row), width)
+    last = tl.maximum(tl.minimum(tl.load(ke + row), width), 0)
     limit = tl.load(threshold + row)
     start = first // 32 * 32 + tile * (BLOCK * STEPS)
     if (start < last) & (limit == limit):

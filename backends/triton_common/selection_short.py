@@ -35,7 +35,7 @@ def select_short(
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(ks + row)
     first = tl.maximum(start, 0)
-    last = tl.minimum(tl.load(ke + row), width)
+    last = tl.maximum(tl.minimum(tl.load(ke + row), width), 0)
     base = tl.multiple_of(logits + row * pitch * UNIT, 4 * UNIT)
     lane = tl.arange(0, 32)
     group = tl.arange(0, BLOCK // 32)

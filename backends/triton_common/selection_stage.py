@@ -50,7 +50,7 @@ def stage_bounds(
     row = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     here = row < rows
     first = tl.maximum(tl.load(ks + row, mask=here, other=0), 0)
-    last = tl.minimum(tl.load(ke + row, mask=here, other=0), width)
+    last = tl.maximum(tl.minimum(tl.load(ke + row, mask=here, other=0), width), 0)
     origin = stage * stage_keys
     begin = tl.minimum(tl.maximum(first - origin, 0), stage_keys)
     end = tl.minimum(tl.maximum(last - origin, 0), stage_keys)

@@ -123,7 +123,7 @@ def finish_rows(
         row = tl.load(failures + 1 + index).to(tl.int64)
         start = tl.load(ks + row)
         first = tl.maximum(start, 0)
-        last = tl.minimum(tl.load(ke + row), width)
+        last = tl.maximum(tl.minimum(tl.load(ke + row), width), 0)
         total = tl.load(counter + row)
         target = out + row * out_pitch
         if (total >= k) & (total <= CAPACITY):
