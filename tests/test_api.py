@@ -73,7 +73,10 @@ BAD: list[tuple[str, Callable[[dict[str, Any]], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "error", "message"), BAD, ids=lambda value: str(value)[:40])
+# Names of their own: workers must collect the same ones, and a function's text holds its address.
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"), BAD, ids=[f"{case[0]}{number}" for number, case in enumerate(BAD)]
+)
 @pytest.mark.parametrize("operation", ["fp8_mqa_logits", "index_topk"])
 def test_bad_operand(
     operation: str, name: str, change: Callable[[dict[str, Any]], Any], error: type[Exception], message: str
