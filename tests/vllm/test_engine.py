@@ -38,6 +38,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "2400",  # interpreted kernels on a busy machine
     }
     with open(out / "log", "w") as log:
         subprocess.run(
