@@ -161,7 +161,12 @@ def index_topk(
         if shard is not None:
             shard.check(rows, group)
         chosen = backend_for(problem, backend)
-        if workspace is None:
+        if workspace is not None:
+            # Refused here, so that ranks with and without rows agree on it.
+            need = chosen.workspace_bytes(problem, 0) if rows else 0
+            if workspace.nbytes < need:
+                raise ValueError(f"workspace must have at least {need} bytes for this call, got {workspace.nbytes}")
+        else:
             nbytes = chosen.workspace_bytes(problem, logits_budget())
             staging = 0 if shard is None else shard.staging_bytes(topk)
             workspace = persistent_workspace(q.device, max(nbytes, staging))

@@ -159,14 +159,14 @@ class PrefillRowShard:
         group: ProcessGroup | None = None,
         staging: Staging | None = None,
     ) -> None:
-        """Call ``compute``, which fills this rank's rows of ``buffer``, then ``exchange_topk``.
+        """Call ``compute``, which fills this rank's rows of ``buffer``, then exchange as ``exchange_topk`` does.
+
+        What ``exchange_topk`` would refuse is refused before ``compute`` is called.
 
         Under PORTABLE_INDEXER_CHECK=1 an exception in ``compute``, raised here as it was, ends the exchange
         with an error on every other rank too.
         """
-        with failure_reported(group):
-            compute()
-        self.exchange_topk(buffer, width, group=group, staging=staging)
+        self._exchange(buffer, width, group, staging, None, compute)
 
     def exchange_topk(
         self,
@@ -183,6 +183,17 @@ class PrefillRowShard:
         Decode rows and padded tail rows stay as they are. Every rank calls it once for each layer, also one
         that owns no row. Arguments and errors as for ``all_gatherv``.
         """
+        self._exchange(buffer, width, group, staging, algorithm, None)
+
+    def _exchange(
+        self,
+        buffer: torch.Tensor,
+        width: int | None,
+        group: ProcessGroup | None,
+        staging: Staging | None,
+        algorithm: str | None,
+        fill: Callable[[], None] | None,
+    ) -> None:
         all_gatherv(
             buffer,
             self.sizes,
@@ -192,6 +203,7 @@ class PrefillRowShard:
             staging=staging,
             algorithm=algorithm,
             rank=self.rank,
+            fill=fill,
         )
 
     def staging_bytes(self, width: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,6 +42,7 @@ def all_gatherv(
     staging: Staging | None = None,
     algorithm: str | None = None,
     rank: int | None = None,
+    fill: Callable[[], None] | None = None,
 ) -> None:
     """Gather consecutive row shards in place: afterwards every rank holds all rows of all ranks.
 
@@ -62,6 +63,8 @@ def all_gatherv(
             even all-gather of padded shards). None: PORTABLE_INDEXER_EXCHANGE, else what the device's tuning
             data say.
         rank: the rank that the caller takes itself for; checked where given.
+        fill: writes this rank's rows; called after all checks and before the exchange, so that nothing is
+            computed for an exchange that cannot take place. What it raises is told to the other ranks.
 
     Raises:
         TypeError, ValueError: an argument is not as above or does not fit the buffer or the group; raised
@@ -73,6 +76,8 @@ def all_gatherv(
     """
     with failure_reported(group):
         plan = make_plan(buffer, sizes, group, start, width, staging, chosen_algorithm(algorithm), rank)
+        if fill is not None:
+            fill()
     if checking():
         if capturing():
             _log.warning("PORTABLE_INDEXER_CHECK=1 checks nothing while a graph is captured")
