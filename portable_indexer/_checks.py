@@ -43,9 +43,11 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def check_integer(name: str, value: Any) -> int:
-    """The value as an int; bools and non-integers are refused."""
+    """The value as an int; bools, non-integers and tensors of a device (a hidden wait) are refused."""
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got bool")
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        raise TypeError(f"{name} must be an integer on the host, got {describe(value)}")
     try:
         return operator.index(value)
     except TypeError:

@@ -12,12 +12,11 @@ from portable_indexer.backend import KV, Backend, Problem, check_out_ids
 from portable_indexer.device import detect
 from portable_indexer.exchange import failure_reported
 from portable_indexer.registry import resolve
+from portable_indexer.sharding import PrefillRowShard
 from portable_indexer.workspace import Workspace, logits_budget, persistent_workspace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from portable_indexer.sharding import PrefillRowShard
 
 
 def backend_for(problem: Problem, name: str | None) -> Backend:
@@ -100,6 +99,7 @@ def top_k_per_row(
         TypeError, ValueError: as for ``fp8_mqa_logits``.
     """
     problem = Problem.of_logits(logits, cu_seqlen_ks, cu_seqlen_ke, topk)
+    topk = problem.topk
     if out is not None:
         check_out_ids("out", out, problem.num_rows, topk, logits.device)
     chosen = backend_for(problem, backend)
@@ -151,7 +151,7 @@ def index_topk(
     # A rank that refuses its arguments must not leave the others waiting for it.
     with nullcontext() if shard is None else failure_reported(group):
         problem, k, k_scale = Problem.of_scores("index_topk", q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, topk)
-        rows = problem.num_rows
+        rows, topk = problem.num_rows, problem.topk
         if out is not None:
             check_out_ids("out", out, rows, topk, q.device)
         if workspace is not None:
@@ -159,13 +159,15 @@ def index_topk(
                 raise TypeError(f"workspace must be a portable_indexer.Workspace, got {type(workspace).__name__}")
             check_device("workspace", workspace.views(((0,), torch.uint8))[0], q.device)
         if shard is not None:
+            if not isinstance(shard, PrefillRowShard):
+                raise TypeError(f"shard must be a portable_indexer.PrefillRowShard, got {type(shard).__name__}")
             shard.check(rows, group)
         chosen = backend_for(problem, backend)
         if workspace is not None:
             # Refused here, so that ranks with and without rows agree on it.
             need = chosen.workspace_bytes(problem, 0) if rows else 0
             if workspace.nbytes < need:
-                raise ValueError(f"workspace must have at least {need} bytes for this call, got {workspace.nbytes}")
+                raise ValueError(f"workspace of {workspace.nbytes} bytes is too small: this call needs {need}")
         else:
             nbytes = chosen.workspace_bytes(problem, logits_budget())
             staging = 0 if shard is None else shard.staging_bytes(topk)

@@ -93,7 +93,7 @@ class Problem:
             raise ValueError(f"weights must be [{rows}, {heads}] to match q {tuple(q.shape)}, got {describe(weights)}")
         check_bounds(cu_seqlen_ks, cu_seqlen_ke, rows, q.device)
         if op != "fp8_mqa_logits":
-            check_topk(topk)
+            topk = check_topk(topk)
         problem = Problem(op, q.device, rows, keys, heads, dim, topk, q.dtype, k.dtype)
         return problem, k, k_scale
 
@@ -103,15 +103,16 @@ class Problem:
         check_layout("logits", logits, 2)
         check_float32("logits", logits)
         check_bounds(cu_seqlen_ks, cu_seqlen_ke, logits.shape[0], logits.device)
-        check_topk(topk)
+        topk = check_topk(topk)
         return Problem("top_k_per_row", logits.device, logits.shape[0], logits.shape[1], topk=topk)
 
 
-def check_topk(topk: int) -> None:
-    """Refuse a k that is no integer or outside 1..4096."""
-    check_integer("topk", topk)
+def check_topk(topk: int) -> int:
+    """The k as an int; refused where it is no integer or outside 1..4096."""
+    topk = check_integer("topk", topk)
     if not 1 <= topk <= MAX_TOPK:
         raise ValueError(f"topk must be from 1 to {MAX_TOPK}, got {topk}")
+    return topk
 
 
 def check_out_ids(name: str, out: torch.Tensor, rows: int, width: int, device: torch.device) -> None:

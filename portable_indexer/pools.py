@@ -47,7 +47,8 @@ def pool_topk(
         TypeError, ValueError: an argument is not as above; nothing is written then.
     """
     problem, _, _ = Problem.of_scores("pool_topk", q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, topk)
-    if check_integer("pool", pool) < 1 or pool > topk:
+    topk, pool = problem.topk, check_integer("pool", pool)
+    if not 1 <= pool <= topk:
         raise ValueError(f"pool must be from 1 to topk = {topk}, got {pool}")
     rows, width = problem.num_rows, topk + pool - 1
     if not isinstance(positions, torch.Tensor) or positions.dtype != torch.int32:

@@ -32,10 +32,11 @@ def warmup(
         TypeError, ValueError: a size is no positive integer, ``topk`` is outside 1..4096, or the
             named backend cannot serve the device.
     """
+    num_heads, head_dim = check_integer("num_heads", num_heads), check_integer("head_dim", head_dim)
     for name, value in (("num_heads", num_heads), ("head_dim", head_dim)):
-        if check_integer(name, value) < 1:
+        if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    check_topk(topk)
+    topk = check_topk(topk)
     where = torch.device(device) if device is not None else None
     found = detect(where)
     if where is None:

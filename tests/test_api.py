@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from problems import make
@@ -149,6 +150,21 @@ def test_bad_logits() -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             pi.top_k_per_row(logits, *bounds, TOPK)
+
+
+def test_integers_of_other_libraries_are_integers() -> None:
+    given = arguments()
+    right = pi.index_topk(**given, topk=TOPK)
+    for topk in (numpy.int64(TOPK), torch.tensor(TOPK)):
+        assert torch.equal(pi.index_topk(**given, topk=topk), right)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="topk must be an integer on the host"):
+        pi.index_topk(**given, topk=torch.tensor(TOPK, device="meta"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shard", ["on", [3, 3]])
+def test_bad_shard(shard: object) -> None:
+    with pytest.raises(TypeError, match=r"shard must be a portable_indexer.PrefillRowShard, got (str|list)"):
+        pi.index_topk(**arguments(), topk=TOPK, shard=shard)  # type: ignore[arg-type]
 
 
 def test_bad_workspace() -> None:

@@ -1,4 +1,4 @@
-"""``index_topk`` with a shard on real processes over gloo: the bytes of one rank alone, and refusals that hang nobody."""
+"""``index_topk`` with a shard over gloo: byte for byte what one rank alone answers, and refusals that hang nobody."""
 
 from __future__ import annotations
 
