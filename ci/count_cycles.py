@@ -111,7 +111,9 @@ def count(compiled: Any, arch: str) -> dict[str, Any]:
         "vgpr": resource("vgpr_count"),
         "agpr": resource("agpr_count"),
         "sgpr": resource("sgpr_count"),
-        "spills": resource("vgpr_spill_count") + resource("sgpr_spill_count"),
+        # Vector registers spill to memory, scalar ones to lanes of a vector register.
+        "spills": resource("vgpr_spill_count"),
+        "scalar_spills": resource("sgpr_spill_count"),
         "lds": compiled.metadata.shared,
         "ops": dict(ops.most_common()),
     }
@@ -137,7 +139,7 @@ def rows_of(archs: list[str], heads: list[int], dim: int) -> list[dict[str, Any]
 
 COLUMNS = (
     "triton arch heads dim encodings aligned matrix_cycles vector_cycles ratio"
-    " lds_instructions memory_instructions barriers vgpr agpr sgpr spills lds"
+    " lds_instructions memory_instructions barriers vgpr agpr sgpr spills scalar_spills lds"
 ).split()
 
 

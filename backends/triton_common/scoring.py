@@ -55,7 +55,6 @@ class ScoringChoice:
         q_decode, k_decode: "fp8", "fn_as_fnuz", "fn_as_half" or "fnuz_as_half".
         descriptor: K may come through a tensor descriptor (where its base and stride allow it).
         direct: loads of scales and stores of logits in the product's own register layout (PTX).
-        stages: depth of the load pipeline.
         resident: programs that a compute unit or SM holds at once.
         options: the compiler's launch options, as (name, value) pairs.
         relaxed: what replaces them in the unaligned variant, whose narrow accesses need more registers.
@@ -72,7 +71,6 @@ class ScoringChoice:
     k_decode: str
     descriptor: bool
     direct: bool
-    stages: int
     resident: int
     options: tuple[tuple[str, Any], ...]
     relaxed: tuple[tuple[str, Any], ...] = ()
@@ -155,7 +153,7 @@ def constants(choice: ScoringChoice, heads: int, dim: int, variant: Variant) -> 
         "ALIGNED": variant.aligned,
         "DESCRIPTOR": variant.descriptor,
         "DIRECT": choice.direct and not interpreting(),
-        "STAGES": choice.stages,
+        "STAGES": choice.launch_options(variant)["num_stages"],
     }
 
 

@@ -49,7 +49,6 @@ def scoring_choice(
         k_decode="fp8" if native else f"{k_encoding}_as_half",
         descriptor=native and arch in DESCRIPTOR_LOADS,
         direct=True,
-        stages=3,
         resident=4 if native and rows <= 8 else 2,
         options=tuple(options),
         relaxed=(("maxnreg", None),),

@@ -40,10 +40,13 @@ def scoring_choice(
     """
     q_decode, k_decode = _decodes(arch, q_encoding, k_encoding)
     padded = max(4, 1 << (heads - 1).bit_length())
-    rows = 128 // padded
+    # Queries stay in registers: with 256 channels there is room for half as many.
+    rows = max(1, (128 if dim <= 128 else 64) // padded)
     lanes = min(rows, 4)
     # Triton 3.9 keeps more in registers on gfx950: two waves a SIMD would spill there.
-    waves = 1 if arch == "gfx950" and version >= (3, 7) else 2
+    crowded = (arch == "gfx950" and version >= (3, 7)) or rows * padded * dim > 128 * 128
+    crowded = crowded or (dim > 128 and k_decode != "fp8")
+    waves = 1 if crowded else 2
     return ScoringChoice(
         rows=rows,
         keys=128,
@@ -57,7 +60,6 @@ def scoring_choice(
         k_decode=k_decode,
         descriptor=False,
         direct=False,
-        stages=2,
         resident=waves,
         options=(
             ("num_warps", 4),
@@ -66,7 +68,7 @@ def scoring_choice(
             ("waves_per_eu", 0 if waves == 1 else waves),
             ("enable_fp_fusion", False),
         ),
-        relaxed=(("waves_per_eu", 0),),
+        relaxed=(("num_stages", 1), ("waves_per_eu", 0)),
     )
 
 
