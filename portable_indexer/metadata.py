@@ -190,6 +190,12 @@ class IndexerMetadataBuilder:
                 f"query_start_loc_cpu must have one entry more than seq_lens_cpu, and that at most "
                 f"max_reqs = {self.max_reqs}, got {_size(query_start_loc_cpu)} and {num_reqs}"
             )
+        num_decodes = num_decodes if type(num_decodes) is int else check_integer("num_decodes", num_decodes)
+        logits_budget = logits_budget if type(logits_budget) is int else check_integer("logits_budget", logits_budget)
+        if num_tokens is not None and type(num_tokens) is not int:
+            num_tokens = check_integer("num_tokens", num_tokens)
+        if key_budget is not None and type(key_budget) is not int:
+            key_budget = check_integer("key_budget", key_budget)
         if not 0 <= num_decodes <= num_reqs:
             raise ValueError(f"num_decodes must be from 0 to {num_reqs}, got {num_decodes}")
         starts, by_request = self._starts(query_start_loc_cpu, num_decodes)
@@ -280,9 +286,12 @@ class _GroupTable:
 
     def __init__(self, max_groups: int, device: torch.device) -> None:
         self._device = device
-        self._words = torch.zeros(max_groups, dtype=torch.int64, device=device)
         self._gpu = device.type == "cuda"
-        self._pinned = [torch.zeros(max_groups, dtype=torch.int64, pin_memory=self._gpu) for _ in range(PINNED_TABLES)]
+        with torch.inference_mode(False):
+            self._words = torch.zeros(max_groups, dtype=torch.int64, device=device)
+            self._pinned = [
+                torch.zeros(max_groups, dtype=torch.int64, pin_memory=self._gpu) for _ in range(PINNED_TABLES)
+            ]
         self._sent: list[torch.cuda.Event | None] = [None] * PINNED_TABLES
         self._next = 0
 

@@ -58,15 +58,17 @@ class MetadataBuffers:
         def zeros(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
-        return MetadataBuffers(
-            token_to_req=zeros(max_tokens),
-            cu_seqlen_ks=zeros(max_tokens),
-            cu_seqlen_ke=zeros(max_tokens),
-            row_keys=zeros(max_tokens),
-            key_to_req=zeros(max_keys),
-            key_starts=zeros(2 * max_reqs),
-            arange=torch.arange(max_tokens + 1, dtype=torch.int32, device=device),
-        )
+        # Made under inference_mode, they could not be written outside of it.
+        with torch.inference_mode(False):
+            return MetadataBuffers(
+                token_to_req=zeros(max_tokens),
+                cu_seqlen_ks=zeros(max_tokens),
+                cu_seqlen_ke=zeros(max_tokens),
+                row_keys=zeros(max_tokens),
+                key_to_req=zeros(max_keys),
+                key_starts=zeros(2 * max_reqs),
+                arange=torch.arange(max_tokens + 1, dtype=torch.int32, device=device),
+            )
 
 
 class StepLayout(NamedTuple):

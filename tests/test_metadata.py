@@ -59,7 +59,7 @@ def test_verify_rows_see_their_own_position_and_all_before(backend_name, device)
     assert built.decode_row_keys.tolist() == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("seq_len", [0, -5, 1])
+@pytest.mark.parametrize("seq_len", [0, -5, 1, -(2**31), 1 - 2**31])
 def test_lengths_never_fall_below_zero(backend_name, device, seq_len):  # T13
     step = Step([2, 2], [seq_len, 6], num_decodes=2)
     built = step.build(builder_for(step, backend_name, device, max_keys=10))
@@ -185,6 +185,12 @@ def test_a_step_that_was_overwritten_is_not_read(backend_name, device):  # V16
     "arguments, message",
     [
         ({"num_decodes": 3}, "num_decodes"),
+        ({"num_decodes": 0.5}, "num_decodes must be an integer"),
+        ({"num_decodes": True}, "num_decodes must be an integer"),
+        ({"num_tokens": 6.5}, "num_tokens must be an integer"),
+        ({"logits_budget": 2.5e9}, "logits_budget must be an integer"),
+        ({"logits_budget": "512"}, "logits_budget must be an integer"),
+        ({"key_budget": 50.5}, "key_budget must be an integer"),
         ({"num_decodes": 2}, "next_n = 1 rows"),
         ({"num_tokens": 4}, "rows"),
         ({"num_tokens": 9}, "max_tokens = 8"),

@@ -40,10 +40,11 @@ def build_metadata(
     request = buffers.token_to_req.long()
     real = tokens < query_start_loc[-1]
     starts, ends = query_start_loc[:-1][request], query_start_loc[1:][request]
+    lens = seq_lens.clamp(min=0)
     # In tokens: the row's own position and all before it.
-    visible = seq_lens[request] - (ends - starts) + 1 + (tokens - starts)
+    visible = lens[request] - (ends - starts) + 1 + (tokens - starts)
     row_keys = torch.where(real, visible.clamp(min=0) // ratio, 0)
-    keys = seq_lens.clamp(min=0) // ratio
+    keys = lens // ratio
 
     for number, group in enumerate(layout.groups):
         own = slice(group.request_start, group.request_end)

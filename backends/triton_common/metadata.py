@@ -131,7 +131,7 @@ def _step_kernel(
         step = tl.num_programs(1) * TILE
         start = tl.load(query_start_loc + request)
         end = tl.load(query_start_loc + request + 1)
-        seq_len = tl.load(seq_lens + request)
+        seq_len = tl.maximum(tl.load(seq_lens + request), 0)
         first_key = 0
         my_keys = 0x7FFFFFFF
         prefill = request >= num_decodes
@@ -145,7 +145,7 @@ def _step_kernel(
                 sums += tl.maximum(tl.load(seq_lens + place, place < request, other=0), 0) // ratio
             room = limit - base
             first_key = tl.minimum(tl.sum(sums, 0), room)
-            my_keys = tl.minimum(tl.maximum(seq_len, 0) // ratio, room - first_key)
+            my_keys = tl.minimum(seq_len // ratio, room - first_key)
             end_key = first_key + my_keys
             keys = key_to_req + base
             for tile in range(first_key + part * TILE, end_key, step):
