@@ -48,7 +48,14 @@ class Workspace:
         nbytes = check_integer("nbytes", nbytes)
         if nbytes < 0:
             raise ValueError(f"nbytes must not be negative, got {nbytes}")
-        self._buffer = torch.empty(_padded(nbytes), dtype=torch.uint8, device=device)
+        size = _padded(nbytes)
+        # Made under inference_mode, it could not be written outside of it.
+        with torch.inference_mode(False):
+            # The host's allocator aligns to less than a GPU's.
+            spare = ALIGNMENT if torch.device(device).type == "cpu" else 0
+            held = torch.empty(size + spare, dtype=torch.uint8, device=device)
+            first = -held.data_ptr() % ALIGNMENT if spare else 0
+            self._buffer = held[first : first + size]
 
     @property
     def device(self) -> torch.device:

@@ -18,8 +18,31 @@ def test_views_stand_side_by_side() -> None:
         assert view.shape == shape and view.dtype == dtype and view.is_contiguous()
         view.fill_(number)
     assert all((view == number).all() for number, view in enumerate(views))
-    assert {view.data_ptr() % 256 - views[0].data_ptr() % 256 for view in views} == {0}
+    assert {view.data_ptr() % 256 for view in views} == {0}
     assert scratch.views(*specs)[2].data_ptr() == views[2].data_ptr()
+
+
+@pytest.mark.parametrize("nbytes", [1, 255, 256, 257, 1000, 1 << 20])
+def test_any_size_is_aligned_and_whole(nbytes: int) -> None:
+    scratch = pi.Workspace("cpu", nbytes)
+    assert nbytes <= scratch.nbytes < nbytes + 256
+    (view,) = scratch.views(((scratch.nbytes,), torch.uint8))
+    assert view.data_ptr() % 256 == 0
+    view.fill_(1)
+    with pytest.raises(ValueError, match="too small"):
+        scratch.views(((scratch.nbytes + 1,), torch.uint8))
+
+
+def test_memory_made_under_inference_mode_serves_outside_of_it() -> None:
+    with torch.inference_mode():
+        scratch = pi.Workspace("cpu", 512)
+        builder = pi.IndexerMetadataBuilder(8, 2, 20, device="cpu", backend="reference")
+    scratch.views(((8,), torch.int32))[0].fill_(5)
+    starts, lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+    for mode in (False, True, False):
+        with torch.inference_mode(mode):
+            built = builder.build(starts, lens, query_start_loc_cpu=[0, 3], seq_lens_cpu=[9])
+            assert built.row_keys.tolist() == [7, 8, 9]
 
 
 def test_too_small_names_both_sizes() -> None:
@@ -49,7 +72,7 @@ def test_persistent_grows_once() -> None:  # X05, M12, V13
     second = persistent_workspace(device, first.nbytes + 1)
     assert second.nbytes >= first.nbytes * 3 // 2
     # T24: a graph captured with the first one may still be replayed.
-    assert any(old.views(((1,), torch.uint8))[0].data_ptr() == address for old in workspace._outgrown)
+    assert any(old.nbytes and old.views(((1,), torch.uint8))[0].data_ptr() == address for old in workspace._outgrown)
     assert second is not first and persistent_workspace(device, 5000) is second
 
 
