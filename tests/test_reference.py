@@ -150,6 +150,18 @@ def test_all_e4m3_products_are_exact() -> None:
         assert torch.equal(got, (values.float()[:, None] * values.float()[None]).relu())
 
 
+def test_nothing_is_recorded_for_gradients(generator: torch.Generator) -> None:
+    """A module's own weights ask for gradients: the answer does not, nor does a workspace that lives on."""
+    o = make(4, 30, 2, 32, generator)
+    right = pi.index_topk(*o.args, 5, backend="reference")
+    o.weights.requires_grad_()
+    workspace = pi.Workspace("cpu", 4096)
+    for _ in range(2):
+        assert torch.equal(pi.index_topk(*o.args, 5, backend="reference", workspace=workspace), right)
+    assert not workspace.views(((4, 30), torch.float32))[0].requires_grad
+    assert not pi.fp8_mqa_logits(*o.args, backend="reference").requires_grad
+
+
 def test_no_rows_and_no_keys() -> None:  # S19, T12
     generator = torch.Generator().manual_seed(0)
     for rows, keys in ((0, 5), (3, 0), (0, 0)):

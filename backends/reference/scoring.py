@@ -10,6 +10,7 @@ KEY_STEP = 16_384
 PRODUCT_STEP = 1 << 24
 
 
+@torch.no_grad()
 def scores(
     q: torch.Tensor,  # [M, H, D] fp8
     k: torch.Tensor,  # [N, D] fp8

@@ -14,6 +14,7 @@ def sortable(scores: torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
+@torch.no_grad()
 def select(
     logits: torch.Tensor,  # [M, N] float32, any row pitch
     ks: torch.Tensor,  # [M] int32
