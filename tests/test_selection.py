@@ -85,6 +85,15 @@ def test_long_rows(
     check(logits, ks, ke, 512 if width < 65536 else 2048, backend_name)
 
 
+@pytest.mark.parametrize("width", [1023, 1024, 1025, 3072, 3073, 4096])
+def test_widths_where_blocks_and_waves_end(
+    width: int, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:  # T21 T22
+    logits = random_logits((4, width), generator, 3).to(device)
+    ks, ke = whole(logits)
+    check(logits, ks, ke, 500, backend_name)
+
+
 def test_lengths_around_k(backend_name: str, device: torch.device, generator: torch.Generator) -> None:  # T12
     logits = random_logits((7, 3000), generator).to(device)
     ks = integers([0, 0, 0, 7, 7, 7, 900], device)
