@@ -244,6 +244,14 @@ def test_no_valid_key_at_all(backend_name, device, generator):  # S19
     assert out.isneginf().all()
 
 
+def test_a_row_far_below_zero_beside_a_whole_one(backend_name, device, generator, tolerance):  # T13
+    """ke - ks does not fit into int32; the row's neighbours in the tile keep the program running."""
+    o = problems.make(4, 70, 64, 32, generator, device=device)
+    o.ks = torch.tensor([5, 0, 69, 1], dtype=torch.int32, device=device)
+    o.ke = torch.tensor([-(2**31), 70, -(2**31), -(2**31) + 1], dtype=torch.int32, device=device)
+    check(o, backend_name, tolerance)
+
+
 def test_bounds_beyond_the_keys_are_clamped(backend_name, device, generator, tolerance):
     o = problems.make(4, 70, 8, 32, generator, device=device)
     o.ks = torch.tensor([-5, -(2**31), 10, 0], dtype=torch.int32, device=device)

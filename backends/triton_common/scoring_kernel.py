@@ -194,7 +194,8 @@ def mqa_logits_kernel(
 
     keys = N.to(tl.int32)
     ks = tl.maximum(tl.load(ks_ptr + first_row + row, mask=row < rows, other=0), 0)
-    ke = tl.minimum(tl.load(ke_ptr + first_row + row, mask=row < rows, other=0), keys)
+    # Not below 0: the difference must not leave int32.
+    ke = tl.maximum(tl.minimum(tl.load(ke_ptr + first_row + row, mask=row < rows, other=0), keys), 0)
     width = tl.maximum(ke - ks, 0)
     if ROWS <= 8:
         # The tile's range, by scalar loads: AMD's buffer instructions want their base in scalar registers.
