@@ -66,6 +66,17 @@ def emulate_runs() -> list[Run]:
 SUITES = {"test": test_runs, "emulate": emulate_runs}
 
 
+def stream(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Run a command, pass its output on as it comes; its exit code and the last line that it printed."""
+    last = ""
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+    return process.returncode, last
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suite", choices=sorted(SUITES), nargs="?", default="test")
@@ -90,19 +101,11 @@ def main() -> int:
         ]
         if not options.slow:
             command += ["-m", "not slow"]
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        print(done.stdout, end="", flush=True)
-        for count, word in re.findall(rf"(\d+) ({'|'.join(COUNTED)})\b", done.stdout.rstrip().rpartition("\n")[2]):
+        code, last = stream(command, {**os.environ, **environment})
+        for count, word in re.findall(rf"(\d+) ({'|'.join(COUNTED)})\b", last):
             totals[word] += int(count)
-        worst = max(worst, done.returncode)
-        print(f"--- {name}: exit {done.returncode}, {time.monotonic() - begin:.0f} s", flush=True)
+        worst = max(worst, code)
+        print(f"--- {name}: exit {code}, {time.monotonic() - begin:.0f} s", flush=True)
     failed = totals["failed"] + totals["error"] + totals["errors"]
     print(f"{totals['passed']} passed, {failed} failed, {totals['skipped']} skipped")
     return worst
