@@ -148,6 +148,8 @@ def _rank(
                 world_size=world,
                 timeout=timedelta(seconds=group_timeout),
             )
+            # A body may end without a word to the others, who would still be connecting to this rank.
+            dist.barrier()
         begin = time.monotonic()
         value = body(rank, world, *arguments)
     except BaseException:
