@@ -25,7 +25,7 @@ _MATRIX = re.compile(r"v_mfma_(?:scale_)?f32_(\d+)x(\d+)x(\d+)_(\w+)")
 
 
 def main_loop(text: str) -> list[str]:
-    """Instructions of the shortest loop with the most matrix instructions, else of the longest innermost loop."""
+    """Instructions of the innermost loop with the most matrix instructions, else of the longest innermost loop."""
     lines = text.splitlines()
     labels = {match[1]: at for at, line in enumerate(lines) if (match := _LABEL.match(line))}
     loops = []
@@ -33,20 +33,15 @@ def main_loop(text: str) -> list[str]:
         branch = _BRANCH.search(line)
         if branch and labels.get(branch[1], at) < at:
             loops.append((labels[branch[1]], at))
-    bodies = {(begin, end): [code for line in lines[begin : end + 1] if (code := _code(line))] for begin, end in loops}
 
-    def matrix(body: list[str]) -> int:
-        return sum(code.startswith(("v_mfma", "v_wmma")) for code in body)
+    def matrix(loop: tuple[int, int]) -> int:
+        return sum("v_mfma" in line or "v_wmma" in line for line in lines[loop[0] : loop[1]])
 
-    most = max(map(matrix, bodies.values()), default=0)
-    if most:
-        return min((body for body in bodies.values() if matrix(body) == most), key=len)
-    inner = [
-        body
-        for (begin, end), body in bodies.items()
-        if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops)
-    ]
-    return max(inner, key=len, default=[])
+    # A branch back over the epilogue, too, makes no inner loop of what lies between.
+    loops = [loop for loop in loops if matrix(loop)] or loops
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    begin, end = max(inner, key=lambda loop: (matrix(loop), loop[1] - loop[0]), default=(0, -1))
+    return [code for line in lines[begin : end + 1] if (code := _code(line))]
 
 
 def _code(line: str) -> str:
@@ -73,6 +68,7 @@ def loop_cycles(text: str, arch: str) -> dict[str, Any]:
         "matrix_cycles": round(matrix),
         "vector_cycles": vector,
         "lds_instructions": sum(n for op, n in ops.items() if op.startswith("ds_")),
+        "barriers": ops["s_barrier"],
         "memory_instructions": sum(n for op, n in ops.items() if op.startswith(("buffer_", "global_", "flat_"))),
         "ops": dict(ops.most_common()),
     }
