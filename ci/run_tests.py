@@ -23,36 +23,38 @@ COUNTED = ("passed", "failed", "skipped", "error", "errors", "xfailed", "xpassed
 Run = tuple[str, dict[str, str], list[str]]
 
 
-def contract_files() -> list[str]:
-    """Files of the contract suite that the interpreter runs."""
+def contract_files(starts: tuple[str, ...] = CONTRACT) -> list[str]:
+    """Files of the contract suite that the interpreter and the executor run."""
     return sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").glob("test_*.py")
-        if path.stem.startswith(CONTRACT) and not path.stem.endswith(NOT_INTERPRETED)
+        if path.stem.startswith(starts) and not path.stem.endswith(NOT_INTERPRETED)
     )
+
+
+def interpreted(backend: str, files: list[str]) -> Run:
+    """The contract suite in Triton's interpreter."""
+    return f"{backend}, interpreted", {"TRITON_INTERPRET": "1", "PORTABLE_INDEXER_TEST_BACKEND": backend}, files
+
+
+def executed(arch: str, files: list[str]) -> Run:
+    """The contract suite on compiled ROCm code that the executor runs."""
+    environment = {"CDNA_ARCH": arch, "PORTABLE_INDEXER_TEST_BACKEND": "triton_rocm", "PYTHONPATH": "tests"}
+    return f"{arch} machine code, contract suite", environment, ["-p", "cdna.plugin", *files]
 
 
 def test_runs() -> list[Run]:
     """Name, environment and pytest arguments of each run of ``make test``."""
-    rest = ["tests", "--ignore=tests/cdna", "--ignore=tests/vllm"]
     return [
-        ("reference, planner, exchange, commands", {}, rest),
-        *(
-            (
-                f"{name}, interpreted",
-                {"TRITON_INTERPRET": "1", "PORTABLE_INDEXER_TEST_BACKEND": name},
-                contract_files(),
-            )
-            for name in ("triton_rocm", "triton_cuda")
-        ),
+        ("reference, planner, exchange, commands", {}, ["tests", "--ignore=tests/cdna", "--ignore=tests/vllm"]),
+        interpreted("triton_rocm", contract_files()),
+        # The kernels are the same: what differs by vendor are the choices of the scoring kernel.
+        interpreted("triton_cuda", contract_files(("test_scoring", "test_pools"))),
         ("single instructions of the executor", {}, ["tests/cdna"]),
-        ("gfx942 machine code, smoke", {"CDNA_ARCH": "gfx942"}, SMOKE),
-        ("gfx950 machine code, smoke", {"CDNA_ARCH": "gfx950"}, SMOKE),
+        # A smoke of `make emulate`.
+        *(executed(arch, contract_files(("test_pools", "test_metadata_map"))) for arch in ("gfx942", "gfx950")),
+        ("gfx942 machine code, scoring", {"CDNA_ARCH": "gfx942"}, ["tests/cdna/test_contract_scoring.py"]),
     ]
-
-
-# A minute of the executor: one file of whole operations.
-SMOKE = ["tests/cdna/test_contract_scoring.py"]
 
 
 def emulate_runs() -> list[Run]:
@@ -60,6 +62,7 @@ def emulate_runs() -> list[Run]:
     return [
         ("single instructions of the executor", {}, ["tests/cdna"]),
         *((f"{arch} machine code", {"CDNA_ARCH": arch}, ["tests/cdna"]) for arch in ("gfx942", "gfx950")),
+        *(executed(arch, contract_files()) for arch in ("gfx942", "gfx950")),
     ]
 
 
