@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FP8_ENCODINGS: dict[torch.dtype, str] = {torch.float8_e4m3fn: "fn", torch.float8_e4m3fnuz: "fnuz"}
 MAX_TOPK = 4096
+MAX_KEYS = 2**31 - 1
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -75,6 +76,8 @@ class Problem:
         rows, heads, dim = q.shape
         keys = k.shape[0]
         check_device("kv[0]", k, q.device)
+        if keys > MAX_KEYS:
+            raise ValueError(f"k must have at most {MAX_KEYS} rows (ids are int32), got {describe(k)}")
         if k.shape[1] != dim:
             raise ValueError(f"k must be [N, {dim}] to match q {tuple(q.shape)}, got {describe(k)}")
         if heads < 1 or dim < 1:
@@ -102,6 +105,8 @@ class Problem:
         """Check the operands of ``top_k_per_row``: logits [M, N] float32, row pitch free."""
         check_layout("logits", logits, 2)
         check_float32("logits", logits)
+        if logits.shape[1] > MAX_KEYS:
+            raise ValueError(f"logits must have at most {MAX_KEYS} columns (ids are int32), got {describe(logits)}")
         check_bounds(cu_seqlen_ks, cu_seqlen_ke, logits.shape[0], logits.device)
         topk = check_topk(topk)
         return Problem("top_k_per_row", logits.device, logits.shape[0], logits.shape[1], topk=topk)

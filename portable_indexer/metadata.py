@@ -67,7 +67,7 @@ def token_to_req_indices(
 
     Args:
         query_start_loc: [requests + 1] int32, contiguous: first token of each request, then the end of the
-            last; not decreasing. Requests without tokens may stand anywhere. Read on the device at run time.
+            last; not decreasing, from 0 on. Requests without tokens may stand anywhere. Read on the device at run time.
         num_tokens: tokens of the step, padding included.
         out: [at least num_tokens] int32, contiguous; all of it is written, so nothing of a longer step
             stays. Allocated where None.

@@ -139,6 +139,18 @@ def test_bad_logits_buffer(out: torch.Tensor, message: str) -> None:
         pi.fp8_mqa_logits(**arguments(), out=out)
 
 
+def test_more_keys_than_ids_can_name() -> None:
+    """Nothing is allocated: a meta tensor, and a view that repeats one key 2^31 times."""
+    given = arguments()
+    logits = torch.zeros(ROWS, 2**31, device="meta")
+    with pytest.raises(ValueError, match="at most 2147483647 columns"):
+        pi.top_k_per_row(logits, given["cu_seqlen_ks"], given["cu_seqlen_ke"], TOPK)
+    k, scale = given["kv"]
+    given["kv"] = k[:1].expand(2**31, DIM), scale[:1].expand(2**31)
+    with pytest.raises(ValueError, match="at most 2147483647 rows"):
+        pi.fp8_mqa_logits(**given)
+
+
 def test_bad_logits() -> None:
     given = arguments()
     bounds = given["cu_seqlen_ks"], given["cu_seqlen_ke"]

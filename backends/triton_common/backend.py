@@ -58,7 +58,11 @@ class TritonBackend:
         target = runtime.target()
         if target is not None and target[0] != self.vendor:
             return f"Triton compiles for {target[1]} in this process"
-        if problem is None or problem.head_dim == 0:
+        if problem is None:
+            return None
+        if problem.num_keys > scoring.MAX_KEYS:
+            return f"needs at most {scoring.MAX_KEYS} keys, got {problem.num_keys}"
+        if problem.head_dim == 0:
             return None
         return scoring.unsupported(problem.num_heads, problem.head_dim, problem.num_keys)
 
