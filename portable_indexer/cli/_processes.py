@@ -29,6 +29,8 @@ from portable_indexer.exchange import ExchangeError
 HOST = "127.0.0.1"
 # After a first failure: how long to listen for the failure that caused it.
 _GRACE_S = 1.5
+# The group gives up this much later than the parent, who can tell which ranks are behind.
+_GROUP_LATER_S = 20.0
 
 
 class RanksFailed(RuntimeError):
@@ -78,7 +80,7 @@ def run_ranks(
     Args:
         body: a module-level function; it joins the group with `meeting.init()`.
         port: where the ranks meet on this machine; 0 takes a free one.
-        timeout_s: of the group, and how long all ranks together may stay silent.
+        timeout_s: how long all ranks together may stay silent; the group's own timeout is a little longer.
 
     Raises:
         OSError: the port cannot be had; nothing was started then.
@@ -91,7 +93,7 @@ def run_ranks(
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            meeting = Meeting(rank, ranks, store.port, group, timeout_s)
+            meeting = Meeting(rank, ranks, store.port, group, timeout_s + _GROUP_LATER_S)
             process = context.Process(
                 target=_rank, args=(body, meeting, theirs, argument), name=f"rank {rank}", daemon=True
             )
