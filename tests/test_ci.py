@@ -61,6 +61,18 @@ def test_a_skipped_test_fails_the_job(tmp_path: Path) -> None:
     assert "no test passed" in run_job.judge([_report(tmp_path)], ["needs gpu"])
 
 
+def test_only_tests_against_the_clock_get_a_second_try() -> None:
+    spec = importlib.util.spec_from_file_location("run_tests", ROOT / "ci" / "run_tests.py")
+    assert spec and spec.loader
+    run_tests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(run_tests)
+    clock = "FAILED tests/test_demo.py::test_a_rank_that_fails[hang-nothing was heard] - AssertionError: late"
+    assert run_tests.again([clock]) == ["tests/test_demo.py::test_a_rank_that_fails"]
+    assert run_tests.again([clock, "FAILED tests/test_selection.py::test_ties - AssertionError"]) == []
+    assert run_tests.again(["2 passed in 1.00s"]) == []
+    assert run_tests.count(["1 failed, 20 passed, 3 skipped in 2.00s"]) == {"failed": 1, "passed": 20, "skipped": 3}
+
+
 def _report(folder: Path) -> Path:
     target = folder / "second" / "report.xml"
     target.parent.mkdir()
