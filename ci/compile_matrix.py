@@ -41,6 +41,20 @@ def variant(row: dict[str, Any]) -> str:
     return f"{row['kernel']} {row['choice']} [{row['types']}]"
 
 
+def unaligned(row: dict[str, Any]) -> bool:
+    """Whether the variant serves odd offsets and strides, with narrow loads."""
+    return "ALIGNED=False" in row["choice"] or "UNIT=1" in row["choice"]
+
+
+def shown(row: dict[str, Any]) -> bool:
+    """Whether the table shows the variant: aligned, and of the scoring kernel the common shapes and encodings."""
+    choice = row["choice"]
+    if row["kernel"] == "mqa_logits_kernel":
+        common = any(f"H={heads} D=128" in choice for heads in (32, 64))
+        return common and not unaligned(row) and "_as_half" not in choice and "=fp8 K_DECODE=fn" not in choice
+    return not unaligned(row)
+
+
 def judge(row: dict[str, Any], limits: dict[str, Any], recorded: dict[str, Any]) -> Iterator[str]:
     """What is wrong with one compiled kernel: each line names it and both numbers."""
     arch, version = row["arch"], ".".join(row["triton"].split(".")[:2])
@@ -49,6 +63,8 @@ def judge(row: dict[str, Any], limits: dict[str, Any], recorded: dict[str, Any])
     for kernel in ("*", row["kernel"]):
         for where in ("*", arch, f"{arch} {version}"):
             rules.update(limits.get(kernel, {}).get(where, {}))
+    if unaligned(row):
+        rules.update(rules.get("unaligned", {}))
     for name in ("spills", "sgpr_spills", "scratch", "lds"):
         if rules.get(name) is not None and row.get(name) is not None and row[name] > rules[name]:
             yield f"{place}: {name} {row[name]}, limit {rules[name]}"
@@ -110,13 +126,13 @@ def jobs(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table of the audited kernels."""
+    """A Markdown table of the audited kernels that ``shown`` picks."""
     columns = (
         "triton arch kernel choice matrix_cycles vector_cycles lds_instructions memory_instructions"
         " vgpr agpr sgpr registers waves_per_simd spills scratch lds"
     ).split()
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    for row in sorted(rows, key=lambda row: [str(row.get(name, "")) for name in columns[:4]]):
+    for row in sorted(filter(shown, rows), key=lambda row: [str(row.get(name, "")) for name in columns[:4]]):
         lines.append("| " + " | ".join("" if row.get(name) is None else str(row[name]) for name in columns) + " |")
     return "\n".join(lines) + "\n"
 

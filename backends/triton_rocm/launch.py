@@ -46,6 +46,8 @@ def scoring_choice(
     # Triton 3.9 keeps more in registers on gfx950: two waves a SIMD would spill there.
     crowded = (arch == "gfx950" and version >= (3, 7)) or rows * padded * dim > 128 * 128
     crowded = crowded or (dim > 128 and k_decode != "fp8")
+    # Few heads make many rows, with a scale and a bound each; float16 operands take twice the registers.
+    crowded = crowded or padded <= 16 or k_decode.endswith("_as_half")
     waves = 1 if crowded else 2
     return ScoringChoice(
         rows=rows,
