@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help demo test test-all lint matrix emulate bench wheel vllm-test clean

@@ -37,15 +37,10 @@ def main() -> int:
     import triton
 
     from portable_indexer import registry
-    from portable_indexer.device import Device
 
     amd = options.arch.startswith("gfx")
     backend = registry._load("triton_rocm" if amd else "triton_cuda")
-    device = Device(vendor="amd" if amd else "nvidia", arch=options.arch)
     common = {"triton": triton.__version__, "arch": options.arch}
-    reason = backend.unsupported(device, None)
-    if reason is not None:
-        common["note"] = reason
     code = 0
     for shape in options.shapes:
         heads, dim, topk = (int(part) for part in shape.split(","))

@@ -60,10 +60,8 @@ class TritonBackend:
             return f"Triton compiles for {target[1]} in this process"
         if problem is None:
             return None
-        if problem.num_keys > scoring.MAX_KEYS:
-            return f"needs at most {scoring.MAX_KEYS} keys, got {problem.num_keys}"
         if problem.head_dim == 0:
-            return None
+            return scoring.too_many(problem.num_keys)
         return scoring.unsupported(problem.num_heads, problem.head_dim, problem.num_keys)
 
     def scoring_choice(self, heads: int, dim: int, q_dtype: torch.dtype, k_dtype: torch.dtype) -> scoring.ScoringChoice:

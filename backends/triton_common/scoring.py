@@ -80,15 +80,18 @@ class ScoringChoice:
         return dict(self.options) if variant.aligned else {**dict(self.options), **dict(self.relaxed)}
 
 
+def too_many(keys: int) -> str | None:
+    """Why a kernel's 32-bit key numbers cannot serve so many keys; None where they can."""
+    return f"needs at most {MAX_KEYS} keys, got {keys}" if keys > MAX_KEYS else None
+
+
 def unsupported(heads: int, dim: int, keys: int) -> str | None:
     """Why the kernel cannot serve these sizes; None where it can."""
     if not 1 <= heads <= MAX_HEADS:
         return f"needs 1 to {MAX_HEADS} heads, got {heads}"
     if dim not in HEAD_DIMS:
         return f"needs a head dimension in {HEAD_DIMS}, got {dim}"
-    if keys > MAX_KEYS:
-        return f"needs at most {MAX_KEYS} keys, got {keys}"
-    return None
+    return too_many(keys)
 
 
 def splits_for(rows: int, keys: int, choice: ScoringChoice, units: int) -> int:
