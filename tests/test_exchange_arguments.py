@@ -72,7 +72,10 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def captured(rank: int, world: int) -> None:
-    """As on a HIP device whose current stream is captured: refused there, before anything is sent."""
+    """As on a HIP device whose current stream is captured: refused there, before anything is sent.
+
+    The algorithm is named: to look it up, torch would ask its real devices as a HIP build does.
+    """
     version, initialised, capturing = (
         torch.version.hip,
         torch.cuda.is_initialized,
@@ -82,9 +85,9 @@ def captured(rank: int, world: int) -> None:
     torch.cuda.is_initialized = lambda: True
     torch.cuda.is_current_stream_capturing = lambda: True
     with pytest.raises(RuntimeError, match="must not be captured in a HIP graph"):
-        all_gatherv(BUFFER, [3, 5])
+        all_gatherv(BUFFER, [3, 5], algorithm="grouped")
     torch.cuda.is_current_stream_capturing = lambda: False
-    all_gatherv(BUFFER.clone(), [3, 5])
+    all_gatherv(BUFFER.clone(), [3, 5], algorithm="grouped")
     torch.version.hip, torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing = (
         version, initialised, capturing,
     )  # fmt: skip
