@@ -31,6 +31,18 @@ def plain_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             monkeypatch.delenv(name)
 
 
+def install(site: Path, name: str, version: str, package: str) -> None:
+    """A distribution that owns a file of `package`; the file must be there, or newer Pythons leave it out."""
+    folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (folder / "RECORD").write_text(f"{package}/part.py,,\n")
+    (folder / "top_level.txt").write_text(f"{package}\n")  # all that Python 3.10 looks at
+    (site / package).mkdir(exist_ok=True)
+    # No __init__.py: the real package, further down the path, is the one that imports.
+    (site / package / "part.py").touch()
+
+
 def put_on_bus(tmp_path: Path, *devices: tuple[str, int, int]) -> None:
     for address, vendor, device in devices:
         folder = tmp_path / "sys" / "bus" / "pci" / "devices" / address
@@ -105,10 +117,7 @@ def test_two_distributions_that_own_triton(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("triton", "pytorch-triton-rocm"):
-        folder = tmp_path / "site" / f"{name.replace('-', '_')}-3.5.1.dist-info"
-        folder.mkdir(parents=True)
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.5.1\n")
-        (folder / "RECORD").write_text("triton/__init__.py,,\n")
+        install(tmp_path / "site", name, "3.5.1", "triton")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     code, report = doctor(capsys, "--no-self-test")
     entry = finding(report, "own the directory triton/")
@@ -116,12 +125,20 @@ def test_two_distributions_that_own_triton(
     assert "pytorch-triton-rocm, triton" in entry["what"] and "pip uninstall" in entry["remedy"]
 
 
+# K02
+def test_the_triton_that_imports_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton", reason="without Triton there is no import to compare with")
+    install(tmp_path / "site", "triton", "3.5.1", "triton")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert _node.recorded(["triton"]) == {"triton": "3.5.1"} and _node.versions()["triton"] == triton.__version__
+    found = [f for f in _node.package_findings("13.0", False, "sm_90") if "3.5.1" in f.what]
+    assert [f.level for f in found] == ["warning"]
+    assert f"triton {triton.__version__} is imported" in found[0].what and "not one of those tested" not in str(found)
+
+
 # K08 D11
 def test_an_installed_pynvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "site" / "pynvml-11.5.3.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: pynvml\nVersion: 11.5.3\n")
-    (folder / "RECORD").write_text("pynvml/__init__.py,,\n")
+    install(tmp_path / "site", "pynvml", "11.5.3", "pynvml")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     found = [f for f in _node.package_findings("13.0", False, "sm_90") if "pynvml" in f.what]
     assert len(found) == 1 and "nvidia-ml-py" in found[0].remedy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.metadata
 import os
 import re
@@ -17,6 +19,8 @@ VENDORS = {0x1002: "amd", 0x10DE: "nvidia"}
 DEV = Path("/dev")
 TRITON_TESTED = ((3, 6), (3, 8), (3, 9))
 _PACKAGES = ("torch", "triton", "amdsmi", "nvidia-ml-py", "numpy", "vllm")
+# Several distributions can hold these, so what counts is what the import says of itself.
+_IMPORTED = ("torch", "triton")
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,19 @@ class Finding:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the distributions that matter, None where absent."""
-    found: dict[str, str | None] = {"portable-indexer": __version__}
-    for name in _PACKAGES:
+    """Versions of the packages that matter, None where absent: torch's and Triton's as imported, if they import."""
+    found: dict[str, str | None] = {"portable-indexer": __version__, **recorded(_PACKAGES)}
+    for name in _IMPORTED:
+        # Any error: a broken torch fails in many ways, and is reported where it is used.
+        with contextlib.suppress(Exception):
+            found[name] = str(importlib.import_module(name).__version__)
+    return found
+
+
+def recorded(names: Sequence[str]) -> dict[str, str | None]:
+    """Versions that installed distributions record, the first of each name on the path; None where absent."""
+    found: dict[str, str | None] = {}
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -63,6 +77,20 @@ def package_findings(torch_runtime: str | None, hip: bool, arch: str) -> list[Fi
                 f"pip uninstall {' '.join(both)}, then install only the one that torch was built with (likely {keep})",
             )
         )
+    seen = versions()
+    for name, listed in recorded(_IMPORTED).items():
+        real = seen.get(name)
+        # A build's own label ("+cu130") need not be recorded.
+        if listed and real and real.partition("+")[0] != listed.partition("+")[0]:
+            where = getattr(importlib.import_module(name), "__file__", None)
+            record = importlib.metadata.distribution(name).locate_file("")
+            found.append(
+                Finding(
+                    "warning",
+                    f"{name} {real} is imported, from {where}, but {name} {listed} is recorded first, in {record}",
+                    f"keep one installation of {name} on the path: installers go by the record",
+                )
+            )
     if "pynvml" in owners("pynvml"):
         found.append(
             Finding(
@@ -71,7 +99,6 @@ def package_findings(torch_runtime: str | None, hip: bool, arch: str) -> list[Fi
                 "pip uninstall pynvml, then pip install --force-reinstall nvidia-ml-py",
             )
         )
-    seen = versions()
     amdsmi = seen["amdsmi"]
     if hip and amdsmi and torch_runtime and numbers(amdsmi)[:2] > numbers(torch_runtime)[:2]:
         found.append(
