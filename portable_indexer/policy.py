@@ -8,7 +8,7 @@ import os
 from dataclasses import InitVar, asdict, dataclass
 from typing import Any, Literal, get_args
 
-from portable_indexer.tuning.costs import Costs, Exchange, width_of
+from portable_indexer.tuning.costs import CHUNK_BYTES, Costs, Exchange, chunks_of, width_of
 
 Mode = Literal["auto", "on", "off"]
 ENVIRONMENT = "PORTABLE_INDEXER_SHARD"
@@ -50,7 +50,10 @@ class ShardPolicy:
         margin: share of the replicated time that sharding must save.
         margin_s: seconds that sharding must save on top.
         imbalance: share by which the slowest rank's part exceeds an even one.
-        num_heads, head_dim, topk: the model's indexer; `decide` takes them from here unless told otherwise.
+        num_heads, head_dim, topk, compress_ratio: the model's indexer, with so many tokens for each key; `decide`
+            takes them from here unless told otherwise.
+        chunk_bytes: what the logits of one chunk of rows take; None is what `index_topk` lets them take here
+            (PORTABLE_INDEXER_LOGITS_MB, default 512 MiB).
 
     Raises:
         ValueError: for an unknown mode (also in the environment), a negative margin or a shape below 1.
@@ -68,6 +71,8 @@ class ShardPolicy:
     num_heads: int = 64
     head_dim: int = 128
     topk: int = 2048
+    compress_ratio: int = 1
+    chunk_bytes: int | None = None
     environment: InitVar[bool] = True
 
     def __post_init__(self, environment: bool) -> None:
@@ -82,7 +87,11 @@ class ShardPolicy:
         for name in ("margin", "margin_s", "imbalance"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("num_heads", "head_dim", "topk"):
+        if self.chunk_bytes is None:
+            from portable_indexer.workspace import logits_budget
+
+            object.__setattr__(self, "chunk_bytes", logits_budget() if environment else CHUNK_BYTES)
+        for name in ("num_heads", "head_dim", "topk", "compress_ratio", "chunk_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.costs is None and mode != "off":
@@ -100,6 +109,7 @@ class ShardPolicy:
         num_heads: int | None = None,
         head_dim: int | None = None,
         topk: int | None = None,
+        compress_ratio: int | None = None,
     ) -> bool:
         """Whether a step is sharded.
 
@@ -107,7 +117,7 @@ class ShardPolicy:
             rows: prefill rows (query tokens) of the whole step, decode and padding left out.
             pairs: key-row pairs of those rows, in keys (tokens, compressed entries or pools).
             tp_size: ranks that would share the rows.
-            num_heads, head_dim, topk: this model's, where they differ from the policy's own.
+            num_heads, head_dim, topk, compress_ratio: this model's, where they differ from the policy's own.
         """
         if self.mode == "off" or tp_size < 2 or rows < 1:
             return False
@@ -116,7 +126,13 @@ class ShardPolicy:
         if self.min_rows is not None:
             return rows >= self.min_rows
         times = self.estimate(
-            rows=rows, pairs=pairs, tp_size=tp_size, num_heads=num_heads, head_dim=head_dim, topk=topk
+            rows=rows,
+            pairs=pairs,
+            tp_size=tp_size,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            topk=topk,
+            compress_ratio=compress_ratio,
         )
         saving = times.saving_s
         return saving is not None and saving > self.margin_s + self.margin * times.replicated_s
@@ -130,20 +146,26 @@ class ShardPolicy:
         num_heads: int | None = None,
         head_dim: int | None = None,
         topk: int | None = None,
+        compress_ratio: int | None = None,
     ) -> Estimate:
         """Predicted times of one layer's indexer; arguments as in `decide`."""
         costs = self._costs()
         heads = self.num_heads if num_heads is None else num_heads
         dim = self.head_dim if head_dim is None else head_dim
         width = self.topk if topk is None else topk
-        columns = width_of(rows, pairs)
-        replicated = costs.score_s(rows, pairs, heads, dim) + costs.select_s(rows, pairs, columns)
+        columns = width_of(rows, pairs, self.compress_ratio if compress_ratio is None else compress_ratio)
+
+        def compute(rows: float, pairs: float) -> float:
+            chunks = chunks_of(rows, columns, self.chunk_bytes or CHUNK_BYTES)
+            score = costs.score_s(rows, pairs, heads, dim, chunks)
+            return score + costs.select_s(rows, pairs, columns, width, chunks)
+
+        replicated = compute(rows, pairs)
         exchange = costs.exchange_s(rows, width, tp_size)
         if exchange is None:
             return Estimate(replicated, None, None, costs.launch_s)
         share = (1.0 + self.imbalance) / max(tp_size, 1)
-        own_rows, own_pairs = rows * share, pairs * share
-        own = costs.score_s(own_rows, own_pairs, heads, dim) + costs.select_s(own_rows, own_pairs, columns)
+        own = compute(rows * share, pairs * share)
         return Estimate(replicated, own + exchange, exchange, costs.launch_s)
 
     def break_even_rows(self, tp_size: int, context: int = 0) -> int | None:

@@ -16,6 +16,7 @@ from portable_indexer import policy as policy_module
 from portable_indexer.device import device_of
 from portable_indexer.policy import ShardPolicy
 from portable_indexer.tuning import Costs, Exchange, packaged
+from portable_indexer.tuning.costs import CHUNK_BYTES, chunks_of, width_of
 
 DEVICES = ("h200", "h100", "mi325x", "mi300x", "mi355x")
 EASY = Costs(
@@ -27,6 +28,7 @@ EASY = Costs(
 def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(policy_module.ENVIRONMENT, raising=False)
     monkeypatch.delenv("PORTABLE_INDEXER_TUNING", raising=False)
+    monkeypatch.delenv("PORTABLE_INDEXER_LOGITS_MB", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -46,7 +48,8 @@ def test_times_follow_from_the_costs() -> None:
     times = ShardPolicy(costs=EASY, imbalance=0.0).estimate(rows=rows, pairs=pairs, tp_size=4)
     per_pair = 1e-12 + 2 * 64 * 128 / 1e15 + 2e-12  # rows of more than 8,192 columns
     exchange = 50e-6 + rows * 2048 * 4 * 0.75 / 2e11
-    assert times.replicated_s == pytest.approx(20e-6 + pairs * per_pair)
+    # 2,048 rows of 65,536 columns fill 512 MiB: two chunks of rows, one of a rank's own.
+    assert times.replicated_s == pytest.approx(2 * 20e-6 + pairs * per_pair)
     assert times.exchange_s == pytest.approx(exchange)
     assert times.sharded_s == pytest.approx(20e-6 + pairs / 4 * per_pair + exchange)
 
@@ -60,6 +63,45 @@ def test_short_rows_cost_their_padded_columns() -> None:
     part = costs.score_s(rows / 4, causal(rows, keys) / 4, 64, 128) + costs.select_s(rows / 4, 0, keys)
     # A rank's rows are as wide as the whole step's: all keys are there.
     assert whole.sharded_s == pytest.approx(part + (whole.exchange_s or 0.0))
+
+
+def test_chunks_are_those_that_index_topk_cuts() -> None:
+    from portable_indexer.workspace import DEFAULT_LOGITS_MB
+
+    selection_index = pytest.importorskip("portable_indexer.backends.triton_common.selection_index", reason="no Triton")
+    choice = selection_index.SelectionChoice()
+    assert DEFAULT_LOGITS_MB << 20 == CHUNK_BYTES
+    for budget in (CHUNK_BYTES, 64 << 20):
+        for rows, keys, topk in ((8192, 16384, 2048), (8192, 1 << 20, 2048), (65536, 1 << 18, 512), (1000, 70_001, 1)):
+            plan = selection_index.index_plan(rows, keys, topk, budget, choice)
+            assert not plan.staged and chunks_of(rows, keys, budget) == -(-rows // plan.rows)
+    assert chunks_of(3, 1 << 30) == 3 and chunks_of(0.5, 10) == 1
+
+
+def test_pools_share_columns_and_fewer_ids_cost_less() -> None:
+    """Keys of four tokens: the last of 8,192 rows of 65,536 tokens sees 16,384, and k is 512."""
+    rows, context = 8192, 65_536
+    pairs = sum(position // 4 for position in range(context - rows + 1, context + 1))
+    assert width_of(rows, pairs, 4) == pytest.approx(context / 4, abs=1)
+    costs = replace(EASY, select_long_s=3e-5, select_id_s=1e-12)
+    whole = ShardPolicy(costs=costs, compress_ratio=4, topk=512).estimate(rows=rows, pairs=pairs, tp_size=1)
+    per_pair = 1e-12 + 2 * 64 * 128 / 1e15 + 2e-12
+    assert whole.replicated_s == pytest.approx(50e-6 + rows * 512 * 1e-12 + pairs * per_pair)
+    told = ShardPolicy(costs=costs).estimate(rows=rows, pairs=pairs, tp_size=1, topk=512, compress_ratio=4)
+    assert told == whole
+
+
+def test_the_budget_of_logits_is_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORTABLE_INDEXER_LOGITS_MB", "64")
+    sent = ShardPolicy(costs=EASY)
+    monkeypatch.setenv("PORTABLE_INDEXER_LOGITS_MB", "128")
+    assert ShardPolicy.from_json(sent.to_json()).chunk_bytes == sent.chunk_bytes == 64 << 20
+    rows, pairs = 4096, causal(4096, 65536)
+    times = [
+        ShardPolicy(costs=EASY, chunk_bytes=size << 20).estimate(rows=rows, pairs=pairs, tp_size=4)
+        for size in (64, 512)
+    ]
+    assert times[0].replicated_s - times[1].replicated_s == pytest.approx((16 - 2) * 20e-6)
 
 
 def test_a_step_that_waits_for_its_launches_is_not_shared() -> None:
@@ -161,7 +203,7 @@ def test_nothing_of_a_ranks_own_enters_a_decision(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(policy_module.ENVIRONMENT, "off")  # this rank's environment, after the policy was agreed
     assert shard.decide(rows=8192, pairs=causal(8192, 1 << 17), tp_size=8)
     names = set(inspect.signature(ShardPolicy.decide).parameters) - {"self"}
-    assert names == {"rows", "pairs", "tp_size", "num_heads", "head_dim", "topk"}
+    assert names == {"rows", "pairs", "tp_size", "num_heads", "head_dim", "topk", "compress_ratio"}
 
 
 def test_an_agreed_policy_is_the_senders_whatever_this_ranks_environment(
@@ -185,9 +227,10 @@ positive = st.floats(min_value=1e-12, max_value=1e18)
     st.none() | st.integers(0, 1 << 20),
     st.tuples(numbers, numbers, numbers, numbers, positive, *[numbers] * 5),
     st.lists(st.tuples(st.integers(2, 64), numbers, positive), max_size=4),
+    numbers,
 )
-def test_json_carries_every_bit(mode, min_rows, costs, exchange) -> None:  # type: ignore[no-untyped-def]
-    whole = Costs(*costs, exchange=tuple(Exchange(*entry) for entry in exchange))
+def test_json_carries_every_bit(mode, min_rows, costs, exchange, per_id) -> None:  # type: ignore[no-untyped-def]
+    whole = Costs(*costs, exchange=tuple(Exchange(*entry) for entry in exchange), select_id_s=per_id)
     shard = ShardPolicy(mode, min_rows, whole)
     again = ShardPolicy.from_json(shard.to_json())
     assert again == shard and hash(again) == hash(shard)

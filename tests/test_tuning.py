@@ -51,10 +51,15 @@ def test_the_promised_devices_have_files() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_packaged_files_keep_both_schemas(path: Path) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
+def test_packaged_files_keep_the_schema_for_other_tools(path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema (of the extra test) to read schema.json")
     content = json.loads(path.read_text())
     jsonschema.Draft202012Validator(json.loads((FOLDER / "schema.json").read_text())).validate(content)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_packaged_files_are_whole_and_belong_to_their_product(path: Path) -> None:
+    content = json.loads(path.read_text())
     assert store.check(content, path.name) == content
     product = device_of(content["product"])
     assert product.arch == content["arch"] and path.stem == content["product"]
@@ -258,12 +263,13 @@ def random_costs() -> Costs:
         draw.uniform(0, 5e-5),
         draw.uniform(0, 5e-8),
         draw.uniform(5e-13, 5e-12),
+        select_id_s=draw.uniform(0, 2e-11),
     )
 
 
-def sample(costs: Costs, kind: Any, rows: int, keys: int, heads: int, noise: float) -> Sample:
+def sample(costs: Costs, kind: Any, rows: int, keys: int, heads: int, noise: float, topk: int = 2048) -> Sample:
     pairs = rows * (2 * keys - rows + 1) // 2
-    made = Sample(kind, rows, pairs, heads, 128, 1.0)
+    made = Sample(kind, rows, pairs, heads, 128, 1.0, topk=topk)
     return replace(made, seconds=made.predicted(costs) * (1 + random.uniform(-noise, noise)))
 
 
@@ -271,9 +277,10 @@ def sample(costs: Costs, kind: Any, rows: int, keys: int, heads: int, noise: flo
 def test_the_fit_finds_the_costs_behind_the_times(noise: float) -> None:
     costs = random_costs()
     kinds = ("step", "score", "select")
-    samples = [sample(costs, k, m, n, h, noise) for k in kinds for m, n in GPU_SHAPES for h in (32, 64)]
+    seen = [(kind, shape, heads) for kind in kinds for shape in GPU_SHAPES for heads in (32, 64)]
+    samples = [sample(costs, kind, s.rows, s.keys, h, noise, 2048 // s.pool) for kind, s, h in seen]
     found = fit(samples)
-    unseen = [sample(costs, "step", m, n, h, 0.0) for m, n, h in GPU_UNSEEN]
+    unseen = [sample(costs, "step", s.rows, s.keys, h, 0.0, 2048 // s.pool) for s, h in GPU_UNSEEN]
     assert error_of(found, unseen).worst < (1e-6 if noise == 0 else 0.04)
     assert min(vars(found)[name] for name in vars(found) if name != "exchange") >= 0
 
@@ -339,7 +346,7 @@ def test_tune_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (run["error"]["shapes"], run["error"]["seen_by_the_fit"]) == (2, False)
     found = tuning_for(device_of("cpu"))
     assert found.origin == str(path) and [entry.ranks for entry in found.costs.exchange] == [2]
-    assert len(report["samples"]) == 3 * 3 * 2
+    assert len(report["samples"]) == 3 * 3 * 2 and [line[5] for line in report["unseen"]] == [1, 2]
     shares = [abs(predicted / measured - 1) for *_, measured, predicted in report["unseen"]]
     assert run["error"]["worst"] == pytest.approx(max(shares), rel=0.01)
 

@@ -147,7 +147,13 @@ def _policy(tuning: Tuning, args: argparse.Namespace) -> ShardPolicy:
         values = getattr(args, name)
         if any(value < 1 for value in (values if isinstance(values, list) else [values])):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {values}")
-    return ShardPolicy(costs=tuning.costs, num_heads=args.heads, head_dim=args.head_dim, topk=args.topk)
+    return ShardPolicy(
+        costs=tuning.costs,
+        num_heads=args.heads,
+        head_dim=args.head_dim,
+        topk=args.topk,
+        compress_ratio=args.compress_ratio,
+    )
 
 
 def _steps(args: argparse.Namespace) -> tuple[list[Work], int]:

@@ -8,17 +8,16 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable_indexer._version import __version__
 from portable_indexer.cli._bar import Bar
 
 if TYPE_CHECKING:
     from portable_indexer.cli._processes import Meeting
     from portable_indexer.tuning.costs import Costs
     from portable_indexer.tuning.fit import Sample
+    from portable_indexer.tuning.measure import Shape
     from portable_indexer.tuning.ranks import Timings
 
 
@@ -74,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
         for sample in compute_samples(where, shapes, args.heads, topk, budget_s=args.budget):
             samples.append(sample)
             bar.advance(f"{sample.kind} {sample.rows} rows, H {sample.num_heads}")
-        for rows, keys, heads in checks:
-            unseen += compute_samples(where, [(rows, keys)], [heads], topk, budget_s=args.budget, steps_only=True)
-            bar.advance(f"check {rows} rows, {keys} keys, H {heads}")
+        for shape, heads in checks:
+            unseen += compute_samples(where, [shape], [heads], topk, budget_s=args.budget, steps_only=True)
+            bar.advance(f"check {shape.rows} rows, {shape.keys} keys, H {heads}")
         exchange, algorithm = _exchange(ranks, device.is_gpu, topk, bar)
     try:
         costs = fit(samples)
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {
         "content": content,
         "path": None if args.dry_run else str(path),
-        "columns": ["kind", "rows", "pairs", "heads", "host_s", "measured_s", "predicted_s"],
+        "columns": ["kind", "rows", "pairs", "heads", "k", "requests", "host_s", "measured_s", "predicted_s"],
         "samples": [_line(sample, costs) for sample in samples],
         "unseen": [_line(sample, costs) for sample in unseen],
     }
@@ -107,16 +106,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _line(sample: Sample, costs: Costs) -> list[Any]:
     times = (sample.host_s, sample.seconds, sample.predicted(costs))
-    return [sample.kind, sample.rows, sample.pairs, sample.num_heads, *(float(f"{s:.5g}") for s in times)]
+    of = [sample.kind, sample.rows, sample.pairs, sample.num_heads, sample.topk, sample.requests]
+    return [*of, *(float(f"{s:.5g}") for s in times)]
 
 
-def _shapes(text: str) -> list[tuple[int, int]]:
+def _shapes(text: str) -> list[Shape]:
+    from portable_indexer.tuning.measure import Shape
+
     shapes = []
     for part in text.split(","):
         rows, _, keys = part.partition("x")
         if not (rows.isdigit() and keys.isdigit() and 1 <= int(rows) <= int(keys)):
             raise ValueError(f"--shapes must be ROWSxKEYS,... with 1 <= ROWS <= KEYS, got {part!r}")
-        shapes.append((int(rows), int(keys)))
+        shapes.append(Shape(int(rows), int(keys)))
     return shapes
 
 
@@ -194,7 +196,7 @@ def _content(
     device: Any, costs: Any, exchange: dict[int, tuple[float, float]], algorithm: str | None, error: Any, seen: bool
 ) -> dict[str, Any]:
     """The tuning file."""
-    from portable_indexer.tuning import packaged_content
+    from portable_indexer.tuning import packaged_content, store
 
     # What was not measured here stays as the package has it, with its own source, unless it is a partition's.
     whole = device.partition is None or device.partition.startswith("SPX")
@@ -210,21 +212,7 @@ def _content(
     def measured(value: float) -> dict[str, Any]:
         return {"value": float(f"{value:.4g}"), "source": "measured", "run": run}
 
-    numbers = {
-        name: measured(getattr(costs, name))
-        for name in (
-            "launch_s",
-            "score_start_s",
-            "score_row_s",
-            "score_pair_s",
-            "score_flops",
-            "select_start_s",
-            "select_short_s",
-            "select_long_s",
-            "select_row_s",
-            "select_pair_s",
-        )
-    }
+    numbers = {name: measured(getattr(costs, name)) for name in (*store.REQUIRED, *store.OPTIONAL)}
     for ranks, (latency, bandwidth) in sorted(exchange.items()):
         kept[f"exchange.{ranks}.latency_s"] = measured(latency)
         kept[f"exchange.{ranks}.bandwidth"] = measured(bandwidth)
@@ -259,12 +247,13 @@ def _content(
 
 
 def _versions(device: Any) -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "portable-indexer": __version__}
-    for name in ("torch", "triton"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
+    from portable_indexer.cli._node import versions
+
+    seen = versions()
+    found = {
+        "python": platform.python_version(),
+        **{name: seen[name] for name in ("portable-indexer", "torch", "triton")},
+    }
     return {**found, "driver": device.driver, "runtime": device.runtime}
 
 
@@ -278,11 +267,12 @@ def _print(
 ) -> None:
     print(f"{device.name or device.arch} ({device.arch}, {device.units or '?'} units)")
     for title, group in (("fitted", samples), ("predicted for shapes that the fit did not see", unseen)):
-        print(f"{'what':>7} {'rows':>7} {'pairs':>15} {'H':>4} {'measured':>12}   {title}")
+        print(f"{'what':>7} {'rows':>7} {'pairs':>15} {'H':>4} {'k':>5} {'measured':>12}   {title}")
         for s in group:
-            line = f"{s.kind:>7} {s.rows:7,} {s.pairs:15,} {s.num_heads:4}"
+            line = f"{s.kind:>7} {s.rows:7,} {s.pairs:15,} {s.num_heads:4} {s.topk:5}"
             share = s.predicted(costs) / s.seconds - 1
-            print(f"{line} {s.seconds * 1e3:9.3f} ms {s.predicted(costs) * 1e3:9.3f} ms {share:+7.1%}")
+            more = f"  {s.requests} requests" if s.requests > 1 else ""
+            print(f"{line} {s.seconds * 1e3:9.3f} ms {s.predicted(costs) * 1e3:9.3f} ms {share:+7.1%}{more}")
     for name, number in content["numbers"].items():
         print(f"  {name} = {number['value']:.4g}")
     off = list(content["runs"].values())[-1]["error"]

@@ -10,17 +10,31 @@ import math
 from dataclasses import dataclass
 
 ID_BYTES = 4
+LOGIT_BYTES = 4
 SHORT_COLUMNS = 8_192
+# What `index_topk` lets the logits of one chunk of rows take, unless PORTABLE_INDEXER_LOGITS_MB says otherwise.
+CHUNK_BYTES = 512 << 20
+# Columns of logits are allocated by so many.
+_PITCH = 64
 
 
-def width_of(rows: float, pairs: float) -> float:
-    """Columns of a step's logits, judged by its rows and pairs: exact for the last rows of one causal request."""
-    return pairs / rows + (rows - 1) / 2 if rows else 0.0
+def width_of(rows: float, pairs: float, compress_ratio: int = 1) -> float:
+    """Columns of a step's logits, judged by its rows and pairs: exact for the last rows of one causal request.
+
+    With `compress_ratio` tokens for each key, so many rows see one more key than the rows before.
+    """
+    return pairs / rows + (rows - 1) / (2 * compress_ratio) if rows else 0.0
 
 
 def padded(columns: float) -> int:
     """The power of two that a row of so many columns is padded to."""
     return 1 << max(math.ceil(columns) - 1, 0).bit_length()
+
+
+def chunks_of(rows: float, columns: float, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Chunks of rows, one after the other, into which `index_topk` cuts a step of so many columns of logits."""
+    row_bytes = LOGIT_BYTES * _PITCH * max(math.ceil(columns / _PITCH), 1)
+    return max(math.ceil(rows / max(chunk_bytes // row_bytes, 1)), 1)
 
 
 @dataclass(frozen=True)
@@ -42,10 +56,11 @@ class Costs:
     `launch_s` is the host's: it takes that long to launch a step's kernels, so a shorter step gains nothing from
     being shorter. All others are the device's.
 
-    Scoring: `score_start_s + rows * score_row_s + pairs * (score_pair_s + 2 * H * D / score_flops)`.
-    Selection from rows of up to 8,192 columns: `select_start_s + rows * columns * select_short_s`, the columns
-    rounded up to a power of two. From longer rows:
-    `select_start_s + select_long_s + rows * select_row_s + pairs * select_pair_s`.
+    A step is scored and chosen in chunks of rows (see `chunks_of`), each of which starts anew.
+    Scoring: `chunks * score_start_s + rows * score_row_s + pairs * (score_pair_s + 2 * H * D / score_flops)`.
+    Selection: `chunks * select_start_s + rows * k * select_id_s`, and from rows of up to 8,192 columns
+    `rows * columns * select_short_s`, the columns rounded up to a power of two; from longer rows
+    `chunks * select_long_s + rows * select_row_s + pairs * select_pair_s`.
 
     `exchange` holds one entry for each number of ranks that is known; other numbers have no predicted time.
     """
@@ -61,17 +76,19 @@ class Costs:
     select_row_s: float
     select_pair_s: float
     exchange: tuple[Exchange, ...] = ()
+    select_id_s: float = 0.0
 
-    def score_s(self, rows: float, pairs: float, num_heads: int, head_dim: int) -> float:
+    def score_s(self, rows: float, pairs: float, num_heads: int, head_dim: int, chunks: int = 1) -> float:
         """Seconds to score `pairs` key-row pairs in `rows` rows."""
         per_pair = self.score_pair_s + 2.0 * num_heads * head_dim / self.score_flops
-        return self.score_start_s + rows * self.score_row_s + pairs * per_pair
+        return chunks * self.score_start_s + rows * self.score_row_s + pairs * per_pair
 
-    def select_s(self, rows: float, pairs: float, width: float) -> float:
-        """Seconds to choose the top-k of `rows` rows of `width` columns that hold `pairs` scores."""
+    def select_s(self, rows: float, pairs: float, width: float, topk: int = 0, chunks: int = 1) -> float:
+        """Seconds to choose the `topk` best in each of `rows` rows of `width` columns that hold `pairs` scores."""
+        start = chunks * self.select_start_s + rows * topk * self.select_id_s
         if width <= SHORT_COLUMNS:
-            return self.select_start_s + rows * padded(width) * self.select_short_s
-        return self.select_start_s + self.select_long_s + rows * self.select_row_s + pairs * self.select_pair_s
+            return start + rows * padded(width) * self.select_short_s
+        return start + chunks * self.select_long_s + rows * self.select_row_s + pairs * self.select_pair_s
 
     def exchange_s(self, rows: int, width: int, ranks: int) -> float | None:
         """Seconds for `ranks` ranks to collect `rows` x `width` int32 ids; None where that is not known."""

@@ -8,10 +8,10 @@ from itertools import combinations
 from statistics import median
 from typing import Literal
 
-from portable_indexer.tuning.costs import SHORT_COLUMNS, Costs, padded, width_of
+from portable_indexer.tuning.costs import SHORT_COLUMNS, Costs, chunks_of, padded, width_of
 
-# Columns in the order of Costs: start, row, pair, flop of scoring; start, short, long, row, pair of selection.
-_SCORE, _SELECT = 4, 5
+# Columns in the order of Costs: start, row, pair, flop of scoring; start, short, long, row, pair, id of selection.
+_SCORE, _SELECT = 4, 6
 _FLOP, _SHORT, _PAIR = 3, 5, 8
 
 
@@ -19,7 +19,8 @@ _FLOP, _SHORT, _PAIR = 3, 5, 8
 class Sample:
     """One measured device time: of scoring, of selection, or of a whole replicated step ("step").
 
-    `host_s` is the time in which the host launches it.
+    `host_s` is the time in which the host launches it. `requests` packed side by side have equal shares of the rows
+    and of the keys.
     """
 
     kind: Literal["score", "select", "step"]
@@ -29,22 +30,35 @@ class Sample:
     head_dim: int
     seconds: float
     host_s: float = 0.0
+    topk: int = 2048
+    requests: int = 1
+
+    @property
+    def width(self) -> float:
+        """Columns as the model judges them, which sees no requests."""
+        return width_of(self.rows, self.pairs)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of rows; scoring and selection are timed on one."""
+        return chunks_of(self.rows, self.width) if self.kind == "step" else 1
 
     def predicted(self, costs: Costs) -> float:
         """The same time by the cost model."""
         seconds = 0.0
         if self.kind != "select":
-            seconds += costs.score_s(self.rows, self.pairs, self.num_heads, self.head_dim)
+            seconds += costs.score_s(self.rows, self.pairs, self.num_heads, self.head_dim, self.chunks)
         if self.kind != "score":
-            seconds += costs.select_s(self.rows, self.pairs, width_of(self.rows, self.pairs))
+            seconds += costs.select_s(self.rows, self.pairs, self.width, self.topk, self.chunks)
         return seconds
 
     def _features(self) -> list[float]:
+        chunks, ids = float(self.chunks), float(self.rows * self.topk)
         flops = 2.0 * self.num_heads * self.head_dim * self.pairs
-        width = width_of(self.rows, self.pairs)
-        short = [1.0, self.rows * padded(width), 0.0, 0.0, 0.0]
-        select = short if width <= SHORT_COLUMNS else [1.0, 0.0, 1.0, self.rows, self.pairs]
-        score = [1.0, self.rows, self.pairs, flops]
+        short = [chunks, self.rows * padded(self.width), 0.0, 0.0, 0.0, ids]
+        long = [chunks, 0.0, chunks, self.rows, self.pairs, ids]
+        select = short if self.width <= SHORT_COLUMNS else long
+        score = [chunks, self.rows, self.pairs, flops]
         row = (score if self.kind != "select" else [0.0] * _SCORE) + (
             select if self.kind != "score" else [0.0] * _SELECT
         )
@@ -108,12 +122,14 @@ def fit(samples: Sequence[Sample]) -> Costs:
                 best = (loss, full)
     if best is None:
         raise ValueError("no set of non-negative costs fits the measured times")
-    start, row, pair, flop, select_start, short, long, select_row, select_pair = best[1]
+    start, row, pair, flop, select_start, short, long, select_row, select_pair, select_id = best[1]
     short, select_pair = short or select_pair, select_pair or short
     # Steps of several chunks are launched several times; the middle one of the shorter half has one chunk.
     launches = sorted(sample.host_s for sample in samples if sample.kind == "step")
     launch = median(launches[: (len(launches) + 1) // 2]) if launches else 0.0
-    return Costs(launch, start, row, pair, 1.0 / flop, select_start, short, long, select_row, select_pair)
+    return Costs(
+        launch, start, row, pair, 1.0 / flop, select_start, short, long, select_row, select_pair, select_id_s=select_id
+    )
 
 
 def fit_exchange(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable_indexer.tuning.fit import Sample
 
@@ -15,43 +15,63 @@ if TYPE_CHECKING:
     import torch
 
 HEAD_DIM = 128
-# Rows x keys. Those of a GPU span what servers run: first chunks of prompts to slices of a 1M context.
+
+
+class Shape(NamedTuple):
+    """Rows and keys of a step: causal rows, the last of each request.
+
+    `requests` of equal length are packed side by side, each with its share of rows and keys. A key stands for `pool`
+    tokens, so topk // pool of them are asked for.
+    """
+
+    rows: int
+    keys: int
+    pool: int = 1
+    requests: int = 1
+
+
+# Those of a GPU span what servers run: first chunks of prompts to slices of a 1M context, a step of many chunks of
+# logits, and pooled keys.
 GPU_SHAPES = (
-    (256, 4_096),
-    (1_024, 3_072),
-    (1_024, 16_384),
-    (4_096, 4_096),
-    (8_192, 8_192),
-    (2_048, 32_768),
-    (8_192, 32_768),
-    (4_096, 131_072),
-    (512, 262_144),
-    (2_048, 262_144),
-    (128, 1_048_576),
-    (1_024, 1_048_576),
+    Shape(256, 4_096),
+    Shape(1_024, 3_072),
+    Shape(1_024, 16_384),
+    Shape(4_096, 4_096),
+    Shape(8_192, 8_192),
+    Shape(2_048, 32_768),
+    Shape(8_192, 32_768),
+    Shape(4_096, 131_072),
+    Shape(512, 262_144),
+    Shape(2_048, 262_144),
+    Shape(128, 1_048_576),
+    Shape(1_024, 1_048_576),
+    Shape(8_192, 524_288),
+    Shape(4_096, 4_096, pool=4),
+    Shape(4_096, 32_768, pool=4),
+    Shape(2_048, 262_144, pool=4),
 )
-CPU_SHAPES = ((8, 64), (16, 256), (64, 128))
-# Rows x keys x heads that the fit does not see: the model's error is measured on them.
+CPU_SHAPES = (Shape(8, 64), Shape(16, 256), Shape(64, 128), Shape(16, 128, pool=4))
+# Shapes and heads that the fit does not see: the model's error is measured on them.
 GPU_UNSEEN = (
-    (448, 5_000, 64),
-    (900, 10_000, 32),
-    (1_280, 4_096, 64),
-    (2_560, 20_000, 32),
-    (5_000, 7_000, 64),
-    (7_168, 14_000, 64),
-    (8_192, 50_000, 32),
-    (3_584, 60_000, 64),
-    (1_536, 150_000, 64),
-    (400, 300_000, 32),
-    (192, 700_000, 64),
-    (1_792, 900_000, 32),
+    (Shape(448, 5_000), 64),
+    (Shape(900, 10_000), 32),
+    (Shape(1_280, 4_096), 64),
+    (Shape(2_560, 20_000), 32),
+    (Shape(5_000, 7_000), 64),
+    (Shape(8_192, 50_000), 32),
+    (Shape(3_584, 60_000), 64),
+    (Shape(1_536, 150_000), 64),
+    (Shape(400, 300_000), 32),
+    (Shape(6_144, 800_000), 32),
+    (Shape(3_000, 100_000, pool=4), 64),
+    (Shape(4_096, 32_768, requests=4), 64),
 )
-CPU_UNSEEN = ((12, 96, 4), (32, 200, 2))
+CPU_UNSEEN = ((Shape(12, 96), 4), (Shape(32, 200, requests=2), 2))
 
 
 @dataclass(frozen=True)
 class Step:
-    """The operands of one replicated step: causal rows, the last `rows` of `keys` positions."""
+    """The operands of one replicated step."""
 
     q: torch.Tensor  # [rows, H, D] fp8
     kv: tuple[torch.Tensor, torch.Tensor]  # [keys, D] fp8, [keys] float32
@@ -62,31 +82,38 @@ class Step:
 
     def first(self, rows: int) -> Step:
         """The step's first rows."""
-        pairs = int(self.ke[:rows].sum())
+        pairs = int((self.ke[:rows] - self.ks[:rows]).sum())
         return Step(self.q[:rows], self.kv, self.weights[:rows], self.ks[:rows], self.ke[:rows], pairs)
 
 
-def make_step(rows: int, keys: int, num_heads: int, head_dim: int, where: torch.device, seed: int = 0) -> Step:
-    """Random operands on a device, in the encoding that it multiplies natively."""
+def make_step(shape: Shape, num_heads: int, head_dim: int, where: torch.device, seed: int = 0) -> Step:
+    """Random operands on a device, in the encoding that it multiplies natively.
+
+    Raises ValueError where the requests' shares of rows and keys are not whole.
+    """
     import torch
 
     from portable_indexer.device import detect
 
+    rows, keys = shape.rows // shape.requests, shape.keys // shape.requests  # of each request
+    if (rows * shape.requests, keys * shape.requests) != (shape.rows, shape.keys):
+        raise ValueError(f"{shape.requests} requests must have equal shares of {shape.rows} rows and {shape.keys} keys")
     dtype = torch.float8_e4m3fnuz if detect(where).fp8 == "fnuz" else torch.float8_e4m3fn
     generator = torch.Generator(where).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=where)
 
-    ke = torch.arange(keys - rows + 1, keys + 1, dtype=torch.int32, device=where)
-    scales = torch.rand(keys, generator=generator, device=where) + 0.5
+    own = torch.arange(keys - rows + 1, keys + 1, dtype=torch.int32, device=where)
+    ks = torch.arange(0, shape.keys, keys, dtype=torch.int32, device=where).repeat_interleave(rows)
+    scales = torch.rand(shape.keys, generator=generator, device=where) + 0.5
     return Step(
-        q=normal(rows, num_heads, head_dim).to(dtype),
-        kv=(normal(keys, head_dim).to(dtype), scales),
-        weights=normal(rows, num_heads),
-        ks=torch.zeros(rows, dtype=torch.int32, device=where),
-        ke=ke,
-        pairs=rows * (keys - rows) + rows * (rows + 1) // 2,
+        q=normal(shape.rows, num_heads, head_dim).to(dtype),
+        kv=(normal(shape.keys, head_dim).to(dtype), scales),
+        weights=normal(shape.rows, num_heads),
+        ks=ks,
+        ke=ks + own.repeat(shape.requests),
+        pairs=shape.requests * (rows * (keys - rows) + rows * (rows + 1) // 2),
     )
 
 
@@ -146,14 +173,14 @@ def _ticks_per_second(where: torch.device) -> float:
 
 def compute_samples(
     where: torch.device,
-    shapes: Sequence[tuple[int, int]],
+    shapes: Sequence[Shape],
     heads: Sequence[int],
     topk: int,
     head_dim: int = HEAD_DIM,
     budget_s: float = 0.2,
     steps_only: bool = False,
 ) -> Iterator[Sample]:
-    """Times of scoring, selection and the whole step (or of the step alone) for each (rows, keys) and head count.
+    """Times of scoring, selection and the whole step (or of the step alone) for each shape and head count.
 
     Scoring and selection alone are timed on as many of the rows as one logits budget holds, as in a step.
     Shapes that do not fit into the device's free memory are left out.
@@ -163,31 +190,33 @@ def compute_samples(
     import portable_indexer as pi
     from portable_indexer.workspace import logits_budget
 
-    for rows, keys in shapes:
-        if where.type == "cuda" and not _fits(rows, keys, max(heads), head_dim, topk, where):
+    for shape in shapes:
+        k = max(1, topk // shape.pool)
+        if where.type == "cuda" and not _fits(shape, max(heads), head_dim, k, where):
             continue
         for num_heads in heads:
-            step = make_step(rows, keys, num_heads, head_dim, where)
-            ids = torch.empty(rows, topk, dtype=torch.int32, device=where)
-            whole = partial(pi.index_topk, step.q, step.kv, step.weights, step.ks, step.ke, topk, out=ids)
-            yield Sample("step", rows, step.pairs, num_heads, head_dim, *seconds_of(whole, where, budget_s))
+            step = make_step(shape, num_heads, head_dim, where)
+            ids = torch.empty(shape.rows, k, dtype=torch.int32, device=where)
+            whole = partial(pi.index_topk, step.q, step.kv, step.weights, step.ks, step.ke, k, out=ids)
+            times = seconds_of(whole, where, budget_s)
+            yield Sample("step", shape.rows, step.pairs, num_heads, head_dim, *times, k, shape.requests)
             if steps_only:
                 continue
-            part = step.first(max(1, min(rows, logits_budget() // (4 * keys))))
-            shape = (len(part.q), part.pairs, num_heads, head_dim)
-            logits = torch.empty(len(part.q), keys, dtype=torch.float32, device=where)
+            part = step.first(max(1, min(shape.rows, logits_budget() // (4 * shape.keys))))
+            of = (len(part.q), part.pairs, num_heads, head_dim)
+            logits = torch.empty(len(part.q), shape.keys, dtype=torch.float32, device=where)
             score = partial(pi.fp8_mqa_logits, part.q, part.kv, part.weights, part.ks, part.ke, out=logits)
-            yield Sample("score", *shape, *seconds_of(score, where, budget_s))
-            select = partial(pi.top_k_per_row, logits, part.ks, part.ke, topk, out=ids[: len(part.q)])
-            yield Sample("select", *shape, *seconds_of(select, where, budget_s))
+            yield Sample("score", *of, *seconds_of(score, where, budget_s), k, shape.requests)
+            select = partial(pi.top_k_per_row, logits, part.ks, part.ke, k, out=ids[: len(part.q)])
+            yield Sample("select", *of, *seconds_of(select, where, budget_s), k, shape.requests)
 
 
-def _fits(rows: int, keys: int, heads: int, head_dim: int, topk: int, where: torch.device) -> bool:
+def _fits(shape: Shape, heads: int, head_dim: int, topk: int, where: torch.device) -> bool:
     import torch
 
     from portable_indexer.workspace import logits_budget
 
     # Random numbers are made as float32 and then rounded.
-    need = 5 * (rows * heads * head_dim + keys * head_dim) + 4 * rows * topk + 3 * logits_budget()
+    need = 5 * (shape.rows * heads + shape.keys) * head_dim + 4 * shape.rows * topk + 3 * logits_budget()
     free, _ = torch.cuda.mem_get_info(where)
     return need < 0.8 * free

@@ -29,6 +29,8 @@ REQUIRED = {
     "select_row_s": False,
     "select_pair_s": True,
 }
+# Numbers that a file may lack, where they are 0.
+OPTIONAL = ("select_id_s",)
 _EXCHANGE = re.compile(r"exchange\.([1-9]\d*)\.(latency_s|bandwidth)")
 
 
@@ -78,7 +80,7 @@ def check(content: Any, where: str) -> dict[str, Any]:
     for name, entry in numbers.items():
         positive = REQUIRED.get(name)
         match = _EXCHANGE.fullmatch(name)
-        if positive is None and match is None:
+        if positive is None and match is None and name not in OPTIONAL:
             raise TuningError(f"{where}: unknown number {name}")
         _number(entry, where, f"numbers.{name}", runs, bool(positive) or name.endswith(".bandwidth"))
         if match and int(match[1]) < 2:
