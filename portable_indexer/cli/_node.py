@@ -194,6 +194,22 @@ def partition_finding(device: Any) -> Finding | None:
     return Finding("note", text, "run `portable-indexer tune` on the partitions, or use whole devices (SPX, no MIG)")
 
 
+def collectives() -> str | None:
+    """RCCL or NCCL and its version as torch links it, None without a GPU build."""
+    import torch
+
+    if torch.version.hip is None and torch.version.cuda is None:
+        return None
+    try:
+        from torch.cuda import nccl
+
+        number: Any = nccl.version()
+    except Exception:
+        return None
+    text = ".".join(map(str, number)) if isinstance(number, tuple) else str(number)
+    return f"{'RCCL' if torch.version.hip else 'NCCL'} {text}"
+
+
 def bus_devices() -> list[tuple[str, int, int]]:
     """GPUs on the PCI bus, as far as /sys tells."""
     return _sysfs.pci_devices()

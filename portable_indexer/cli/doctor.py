@@ -62,7 +62,7 @@ def _look(self_test: bool) -> tuple[dict[str, Any], list[Finding]]:
         return report, [*findings, Finding("error", f"torch cannot be imported: {error}", "install torch >= 2.10")]
     hip, cuda = torch.version.hip, torch.version.cuda
     report["torch"] = {"version": torch.__version__, "hip": hip, "cuda": cuda, "visible": torch.cuda.device_count()}
-    report["torch"]["collectives"] = _collectives(bool(hip))
+    report["torch"]["collectives"] = _node.collectives()
     vendor = "amd" if hip else "nvidia" if cuda else None
     findings += _node.vendor_findings(bus, vendor, torch.cuda.device_count())
     try:
@@ -86,22 +86,6 @@ def _look(self_test: bool) -> tuple[dict[str, Any], list[Finding]]:
         report["self_test"], more = _self_test(device)
         findings += more
     return report, findings
-
-
-def _collectives(hip: bool) -> str | None:
-    """Version of RCCL or NCCL as torch links it, None without a GPU build."""
-    import torch
-
-    if torch.version.hip is None and torch.version.cuda is None:
-        return None
-    try:
-        from torch.cuda import nccl
-
-        number: Any = nccl.version()
-    except Exception:
-        return None
-    text = ".".join(map(str, number)) if isinstance(number, tuple) else str(number)
-    return f"{'RCCL' if hip else 'NCCL'} {text}"
 
 
 def _backends(device: Any) -> tuple[dict[str, str | None], str | None, list[Finding]]:
