@@ -105,7 +105,8 @@ def _measure(ranks: int, items: list[tuple[int, Shape]], repeats: int, on_gpu: b
             bar.advance(f"TP {tp_size}, {shape.rows} x {shape.context}")
 
 
-def _row(tp_size: int, shape: Shape, times: Times, policy: ShardPolicy) -> dict[str, Any]:
+def predictions(policy: ShardPolicy, shape: Shape, tp_size: int) -> dict[str, float | None]:
+    """What the policy predicts for a shape, in milliseconds; None where it knows no exchange."""
     guess = policy.estimate(
         rows=shape.rows,
         pairs=shape.pairs,
@@ -115,15 +116,21 @@ def _row(tp_size: int, shape: Shape, times: Times, policy: ShardPolicy) -> dict[
         topk=shape.width,
         compress_ratio=shape.pool,
     )
+    return {
+        "predicted_replicated": guess.replicated_s * 1e3,
+        "predicted_exchange": None if guess.exchange_s is None else guess.exchange_s * 1e3,
+        "predicted_sharded": None if guess.sharded_s is None else guess.sharded_s * 1e3,
+    }
+
+
+def _row(tp_size: int, shape: Shape, times: Times, policy: ShardPolicy) -> dict[str, Any]:
     row = {
         "tp": tp_size,
         **asdict(shape),
         "sizes": shape.sizes(tp_size),
         "pairs": shape.pairs,
         **asdict(times),
-        "predicted_replicated": guess.replicated_s * 1e3,
-        "predicted_exchange": None if guess.exchange_s is None else guess.exchange_s * 1e3,
-        "predicted_sharded": None if guess.sharded_s is None else guess.sharded_s * 1e3,
+        **predictions(policy, shape, tp_size),
     }
     found = derived(row)
     row |= {name: found[name] for name in ("balance", "exchange_share", "speed_up")}

@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         devices = _devices(args.device)
         policies = {name: _policy(tuning, args) for name, tuning in devices.items()}
-        steps, requests = _steps(args)
+        steps, requests = steps_of(args)
         if args.plot is not None:
             _plotting()
     except (OSError, ValueError, ImportError) as error:
@@ -156,7 +156,7 @@ def _policy(tuning: Tuning, args: argparse.Namespace) -> ShardPolicy:
     )
 
 
-def _steps(args: argparse.Namespace) -> tuple[list[Work], int]:
+def steps_of(args: argparse.Namespace) -> tuple[list[Work], int]:
     """The steps with prefill rows that score something, and the number of requests."""
     from portable_indexer import traces
     from portable_indexer.steps import schedule
