@@ -28,46 +28,52 @@ class KeyGroup(NamedTuple):
     total_keys: int
 
 
-def group_requests(
+def group_words(
     query_starts: Sequence[int],
     key_lens: Sequence[int],
     first_request: int,
     logits_budget: int,
     key_budget: int,
-) -> list[KeyGroup]:
+) -> tuple[int, ...]:
     """Cut prefill requests into groups, greedily and in order.
 
     Args:
         query_starts: first row of each prefill request and the end of the last, [requests + 1].
-        key_lens: keys of each, in the unit in which they are packed, [requests].
+        key_lens: keys of each, in the unit in which they are packed, [requests], at least one.
         first_request: number of the first one in the step.
         logits_budget: bytes that rows x keys float32 logits of one chunk may take.
         key_budget: packed keys that one gather may hold.
 
+    Returns:
+        One integer for each group: its ``key_base`` above, its ``request_start`` in the low 32 bits.
+
     A group of several requests keeps both budgets. A request that breaks the logits budget alone is a group
     by itself and is cut along its rows. Raises ValueError where a request alone breaks the key budget.
     """
-    if not key_lens:
-        return []
-    pairs_budget = logits_budget // LOGIT_BYTES
-    total, end_row = sum(key_lens), query_starts[-1]
-    start, start_row = 0, query_starts[0]
-    if total <= key_budget and total * (end_row - start_row) <= pairs_budget:
-        return [KeyGroup(first_request, first_request + len(key_lens), start_row, end_row, 0, total)]
-    groups: list[KeyGroup] = []
-    base, keys, row = 0, 0, start_row
-    for request, own in enumerate(key_lens):
-        if own > key_budget:
-            raise ValueError(f"request {first_request + request} has {own} keys, more than key_budget = {key_budget}")
-        next_row = query_starts[request + 1]
-        more = keys + own
-        if (more > key_budget or more * (next_row - start_row) > pairs_budget) and request > start:
-            groups.append(KeyGroup(first_request + start, first_request + request, start_row, row, base, keys))
-            start, start_row, base, more = request, row, base + keys, own
-        keys, row = more, next_row
-    end = first_request + len(key_lens)
-    groups.append(KeyGroup(first_request + start, end, start_row, end_row, base, keys))
-    return groups
+    if max(key_lens) > key_budget:
+        request = next(request for request, own in enumerate(key_lens) if own > key_budget)
+        raise ValueError(
+            f"request {first_request + request} has {key_lens[request]} keys, more than key_budget = {key_budget}"
+        )
+    pairs_budget, row = logits_budget // LOGIT_BYTES, query_starts[0]
+    words, base, keys = [first_request], 0, key_lens[0]
+    for request, own in enumerate(key_lens[1:], 1):
+        keys += own
+        if keys * (query_starts[request + 1] - row) > pairs_budget or keys > key_budget:
+            base, keys, row = base + keys - own, own, query_starts[request]
+            words.append(base << 32 | first_request + request)
+    return tuple(words)
+
+
+def groups_of(words: Sequence[int], query_starts: Sequence[int], first_request: int, total_keys: int) -> list[KeyGroup]:
+    """The groups that ``group_words`` cut, with rows and keys."""
+    requests = [word & 0xFFFFFFFF for word in words] + [first_request + len(query_starts) - 1]
+    bases = [word >> 32 for word in words] + [total_keys]
+    rows = [query_starts[request - first_request] for request in requests]
+    return [
+        KeyGroup(*(requests[i], requests[i + 1], rows[i], rows[i + 1], bases[i], bases[i + 1] - bases[i]))
+        for i in range(len(words))
+    ]
 
 
 def rows_a_chunk(group: KeyGroup, logits_budget: int) -> int:

@@ -15,23 +15,18 @@ import torch
 
 from portable_indexer._checks import check_integer, check_layout, describe
 from portable_indexer.backend import Backend, Problem
-from portable_indexer.chunks import LOGIT_BYTES, group_requests
+from portable_indexer.chunks import LOGIT_BYTES, group_words
 from portable_indexer.device import detect
+from portable_indexer.group_table import GroupTable
+from portable_indexer.prefill_chunks import PrefillChunk, PrefillChunks
 from portable_indexer.registry import resolve
-from portable_indexer.step_metadata import (
-    INLINE_GROUPS,
-    MAX_REQS,
-    IndexerMetadata,
-    MetadataBuffers,
-    PrefillChunk,
-    StepLayout,
-)
+from portable_indexer.step_metadata import INLINE_GROUPS, MAX_REQS, IndexerMetadata, Lease, MetadataBuffers, StepLayout
 from portable_indexer.workspace import DEFAULT_LOGITS_MB
 
-__all__ = ["IndexerMetadata", "IndexerMetadataBuilder", "PrefillChunk", "token_to_req_indices"]
+__all__ = ["IndexerMetadata", "IndexerMetadataBuilder", "PrefillChunk", "PrefillChunks", "token_to_req_indices"]
 
 MAX_TOKENS = 1 << 30
-PINNED_TABLES = 8
+KEPT_DECODES = 256
 
 HostIntegers = torch.Tensor | Sequence[int]
 
@@ -42,17 +37,20 @@ def _backend(device: torch.device, backend: str | None) -> Backend:
     return resolve(detect(device), Problem("token_to_req_indices", device), backend)
 
 
-def _check_int32(name: str, tensor: Any, least: int, most: int | None, device: torch.device | None) -> None:
-    """Refuse what is no contiguous int32 vector on the device of ``least`` to ``most`` entries."""
-    right = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int32 and tensor.ndim == 1
-    if right and tensor.is_contiguous() and (device is None or tensor.device == device):
-        size = tensor.shape[0]
-        if least <= size and (most is None or size <= most):
-            return
-    check_layout(name, tensor, 1)
-    sizes = f"[at least {least}]" if most is None else f"[{least}]"
+def _is_vector(tensor: Any) -> bool:
+    """Whether this is a contiguous int32 vector."""
+    right = isinstance(tensor, torch.Tensor) and tensor.dtype is torch.int32 and tensor.ndim == 1
+    return right and tensor.is_contiguous()
+
+
+def _refusal(name: str, tensor: Any, sizes: str, device: torch.device | None = None) -> Exception:
+    """The error for what is no contiguous int32 vector of such a size, on the device."""
+    try:
+        check_layout(name, tensor, 1)
+    except (TypeError, ValueError) as error:
+        return error
     where = "" if device is None else f" on {device}"
-    raise ValueError(f"{name} must be int32 {sizes}{where}, got {describe(tensor)}")
+    return ValueError(f"{name} must be int32 {sizes}{where}, got {describe(tensor)}")
 
 
 def token_to_req_indices(
@@ -80,7 +78,8 @@ def token_to_req_indices(
     Raises:
         TypeError, ValueError: an argument is not as above; nothing is written then.
     """
-    _check_int32("query_start_loc", query_start_loc, 1, None, None)
+    if not (_is_vector(query_start_loc) and query_start_loc.numel()):
+        raise _refusal("query_start_loc", query_start_loc, "[at least 1]")
     device = query_start_loc.device
     num_tokens = num_tokens if type(num_tokens) is int else check_integer("num_tokens", num_tokens)
     if not 0 <= num_tokens <= MAX_TOKENS:
@@ -91,10 +90,10 @@ def token_to_req_indices(
     chosen = _backend(device, backend)
     if out is None:
         out = torch.empty(num_tokens, dtype=torch.int32, device=device)
-    else:
-        _check_int32("out", out, num_tokens, None, device)
+    elif not (_is_vector(out) and out.numel() >= num_tokens and out.device == device):
+        raise _refusal("out", out, f"[at least {num_tokens}]", device)
     chosen.token_to_req_indices(query_start_loc, out, pad_value)
-    return out if out.shape[0] == num_tokens else out[:num_tokens]
+    return out if out.numel() == num_tokens else out[:num_tokens]
 
 
 class IndexerMetadataBuilder:
@@ -142,12 +141,16 @@ class IndexerMetadataBuilder:
         self.compress_ratio, self.next_n = compress_ratio, next_n
         self._backend = _backend(self.device, backend)
         self._buffers = MetadataBuffers.allocate(max_tokens, max_reqs, max_keys, self.device)
-        self._table = _GroupTable(max_reqs, self.device)
-        self._uniform: dict[int, torch.Tensor] = {}  # by number of decode requests, on the host
+        self._table = GroupTable(max_reqs, self.device)
+        # First rows where all requests decode next_n rows, for as many as fit; and what is kept of such steps, by
+        # the number of requests: a slice of those, and the layout.
+        most = min(max_reqs, max_tokens // next_n)
+        self._uniform = torch.arange(0, most * next_n + 1, next_n, dtype=torch.int32)
+        self._decodes: dict[int, tuple[torch.Tensor, StepLayout]] = {}
         self._generation = [0]
         # A step without requests: compiles and loads what a captured build needs.
         nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
-        empty = StepLayout(0, 0, compress_ratio, [], 0, 0, 0)
+        empty = StepLayout(0, 0, compress_ratio, (0,), (), 0, 0)
         self._backend.build_metadata(nothing, nothing[:0], empty, self._buffers, None)
 
     def build(
@@ -182,9 +185,12 @@ class IndexerMetadataBuilder:
                 then, and the last step's metadata stays.
             RuntimeError: inside graph capture, with more groups of requests than a launch takes by value.
         """
-        num_reqs = _size(seq_lens_cpu)
-        _check_int32("query_start_loc", query_start_loc, num_reqs + 1, num_reqs + 1, self.device)
-        _check_int32("seq_lens", seq_lens, num_reqs, num_reqs, self.device)
+        device, num_reqs = self.device, _size(seq_lens_cpu)
+        right = _is_vector(query_start_loc) and query_start_loc.numel() == num_reqs + 1
+        if not right or query_start_loc.device != device:
+            raise _refusal("query_start_loc", query_start_loc, f"[{num_reqs + 1}]", device)
+        if not (_is_vector(seq_lens) and seq_lens.numel() == num_reqs and seq_lens.device == device):
+            raise _refusal("seq_lens", seq_lens, f"[{num_reqs}]", device)
         if _size(query_start_loc_cpu) != num_reqs + 1 or num_reqs > self.max_reqs:
             raise ValueError(
                 f"query_start_loc_cpu must have one entry more than seq_lens_cpu, and that at most "
@@ -198,7 +204,11 @@ class IndexerMetadataBuilder:
             key_budget = check_integer("key_budget", key_budget)
         if not 0 <= num_decodes <= num_reqs:
             raise ValueError(f"num_decodes must be from 0 to {num_reqs}, got {num_decodes}")
-        starts, by_request = self._starts(query_start_loc_cpu, num_decodes)
+        layout = self._uniform_step(query_start_loc_cpu, num_decodes) if num_decodes == num_reqs else None
+        if layout is not None:
+            starts, by_request = layout.query_starts, self.next_n
+        else:
+            starts, by_request = self._starts(query_start_loc_cpu, num_decodes)
         end = starts[-1]
         rows = end if num_tokens is None else num_tokens
         if not end <= rows <= self.max_tokens:
@@ -206,28 +216,42 @@ class IndexerMetadataBuilder:
                 f"the step has {end} rows, {rows} with padding; padding must not be negative, and the "
                 f"rows at most max_tokens = {self.max_tokens}"
             )
-        if num_decodes == num_reqs:
-            lens: list[int] = []
-            layout = StepLayout(num_reqs, num_decodes, self.compress_ratio, [], end, self.next_n, 0)
-        else:
+        lens: list[int] = []
+        if layout is None and num_decodes == num_reqs:
+            layout = StepLayout(num_reqs, num_decodes, self.compress_ratio, (end,), (), self.next_n, 0)
+        elif layout is None:
             lens = _integers("seq_lens_cpu", seq_lens_cpu[num_decodes:] if num_decodes else seq_lens_cpu)
             layout = self._layout(num_decodes, starts, lens, logits_budget, key_budget)
-        table = self._table.hold(layout.words()) if len(layout.groups) > INLINE_GROUPS else None
+        words = layout.words
+        table = self._table.hold(words) if len(words) > INLINE_GROUPS else None
         self._backend.build_metadata(query_start_loc, seq_lens, layout, self._buffers, table)
         self._generation[0] += 1
-        return IndexerMetadata(self._buffers, layout, starts, lens, rows, by_request, logits_budget, self._generation)
+        return IndexerMetadata(Lease(self._buffers, self._generation), layout, lens, rows, by_request, logits_budget)
 
-    def _starts(self, values: HostIntegers, num_decodes: int) -> tuple[list[int], int]:
+    def _uniform_step(self, values: HostIntegers, num_decodes: int) -> StepLayout | None:
+        """The layout of a step whose first requests decode next_n rows each, and that has no others.
+
+        None where that cannot be seen at once, without a look at one request after the other.
+        """
+        if not isinstance(values, torch.Tensor) or values.dtype is not torch.int32 or not values.is_cpu:
+            return None
+        kept = self._decodes.get(num_decodes)
+        if kept is None:
+            if len(self._decodes) == KEPT_DECODES:
+                self._decodes.clear()
+            end = (num_decodes * self.next_n,)
+            layout = StepLayout(num_decodes, num_decodes, self.compress_ratio, end, (), self.next_n, 0)
+            kept = self._decodes[num_decodes] = self._uniform[: num_decodes + 1], layout
+        if values.numel() != num_decodes + 1:
+            values = values[: num_decodes + 1]
+        return kept[1] if torch.equal(values, kept[0]) else None
+
+    def _starts(self, values: HostIntegers, num_decodes: int) -> tuple[Sequence[int], int]:
         """First rows of the prefill requests and the end; rows of every decode request, 0 where they differ."""
-        if num_decodes and isinstance(values, torch.Tensor) and values.dtype == torch.int32 and values.is_cpu:
-            # All requests decode next_n rows: known without looking at one after the other.
-            uniform = self._uniform.get(num_decodes)
-            if uniform is None:
-                end = num_decodes * self.next_n
-                uniform = torch.arange(0, end + 1, self.next_n, dtype=torch.int32)
-                self._uniform[num_decodes] = uniform
-            if torch.equal(values, uniform):
-                return [num_decodes * self.next_n], self.next_n
+        if num_decodes and self._uniform_step(values, num_decodes) is not None:
+            starts = _integers("query_start_loc_cpu", values[num_decodes:])
+            if starts == sorted(starts):
+                return starts, self.next_n
         starts = _integers("query_start_loc_cpu", values)
         # A sorted list is recognised in one pass.
         if starts[0] != 0 or starts != sorted(starts):
@@ -243,23 +267,28 @@ class IndexerMetadataBuilder:
         return starts[num_decodes:], self.next_n if rows == {self.next_n} else 0
 
     def _layout(
-        self, num_decodes: int, starts: list[int], lens: list[int], logits_budget: int, key_budget: int | None
+        self, num_decodes: int, starts: Sequence[int], lens: list[int], logits_budget: int, key_budget: int | None
     ) -> StepLayout:
         """The layout of a step with prefill requests, of which ``starts`` and ``lens`` are."""
-        if self.compress_ratio == 1 and min(lens) >= 0:
-            keys = lens
-        else:
-            keys = [max(length, 0) // self.compress_ratio for length in lens]
-        most = self.max_keys if key_budget is None else key_budget
+        ratio, most = self.compress_ratio, self.max_keys if key_budget is None else key_budget
+        keys, longest = lens, max(lens)
+        if ratio != 1 or min(lens) < 0:
+            keys = [length // ratio if length > 0 else 0 for length in lens]
         if logits_budget < LOGIT_BYTES or most < (key_budget is not None):
             raise ValueError(f"logits_budget must be at least 4 and key_budget 1, got {logits_budget} and {most}")
-        groups = group_requests(starts, keys, num_decodes, logits_budget, most)
-        total = groups[-1].key_base + groups[-1].total_keys
+        total, rows = sum(keys), starts[-1] - starts[0]
+        words: tuple[int, ...] = (num_decodes,)
+        if total > most or total * rows * LOGIT_BYTES > logits_budget:
+            words = group_words(starts, keys, num_decodes, logits_budget, most)
         if total > self.max_keys:
             raise ValueError(f"the prefill requests have {total} keys, more than max_keys = {self.max_keys}")
-        longest = max(self.next_n, max(keys), starts[-1] - starts[0])
-        num_reqs = num_decodes + len(lens)
-        return StepLayout(num_reqs, num_decodes, self.compress_ratio, groups, starts[-1], longest, total)
+        # No request has more keys than tokens, nor, but for odd ones, more rows. Every step pays for this: comparisons
+        # cost less than calls of min and max.
+        if ratio != 1 and longest > rows:
+            longest = max(rows, longest // ratio)
+        if longest < self.next_n:
+            longest = self.next_n
+        return StepLayout(num_decodes + len(lens), num_decodes, ratio, starts, words, longest, total)
 
 
 def _size(values: HostIntegers) -> int:
@@ -268,49 +297,11 @@ def _size(values: HostIntegers) -> int:
 
 def _integers(name: str, values: HostIntegers) -> list[int]:
     if isinstance(values, torch.Tensor):
-        if not values.is_cpu or values.is_floating_point() or values.ndim != 1:
+        usual = values.dtype is torch.int32 or not values.is_floating_point()
+        if not usual or not values.is_cpu or values.ndim != 1:
             raise TypeError(f"{name} must be a vector of integers on the host, got {describe(values)}")
         integers: list[int] = values.tolist()
         return integers
     if set(map(type, values)) <= {int}:
         return list(values)
     return [check_integer(name, value) for value in values]
-
-
-class _GroupTable:
-    """The groups of a step on the device, for the rare step that has too many to pass by value.
-
-    Pinned copies go round: one is written again only after its last transfer, ``PINNED_TABLES`` such steps
-    ago, has ended.
-    """
-
-    def __init__(self, max_groups: int, device: torch.device) -> None:
-        self._device = device
-        self._gpu = device.type == "cuda"
-        with torch.inference_mode(False):
-            self._words = torch.zeros(max_groups, dtype=torch.int64, device=device)
-            self._pinned = [
-                torch.zeros(max_groups, dtype=torch.int64, pin_memory=self._gpu) for _ in range(PINNED_TABLES)
-            ]
-        self._sent: list[torch.cuda.Event | None] = [None] * PINNED_TABLES
-        self._next = 0
-
-    def hold(self, words: list[int]) -> torch.Tensor:
-        """Send the words and return where they will be, in stream order."""
-        if self._gpu and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"a captured step can have {INLINE_GROUPS} groups of requests, this one has {len(words)}: "
-                "raise key_budget or logits_budget, or build it outside the graph"
-            )
-        slot, event = self._pinned[self._next], self._sent[self._next]
-        if event is not None:
-            event.synchronize()
-        slot[: len(words)] = torch.tensor(words)
-        target = self._words[: len(words)]
-        target.copy_(slot[: len(words)], non_blocking=True)
-        if self._gpu:
-            event = event or torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
-            self._sent[self._next] = event
-        self._next = (self._next + 1) % PINNED_TABLES
-        return target

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from portable_indexer.chunks import KeyGroup, rows_a_chunk
+from portable_indexer.chunks import KeyGroup, groups_of
+from portable_indexer.prefill_chunks import PrefillChunks
 
 NO_REQUEST = -1
 
 # So many groups go along with a launch by value; more are read from a table on the device.
 INLINE_GROUPS = 16
 MAX_REQS = 1 << 24
-BEYOND = MAX_REQS + 1
-NO_GROUPS = [BEYOND] * INLINE_GROUPS
+# Words that are no group: they begin behind every request and every key.
+NO_GROUPS = (0x7FFFFFFF << 32 | MAX_REQS + 1,) * INLINE_GROUPS
+KEPT_VIEWS = 512
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,19 @@ class MetadataBuffers:
     def device(self) -> torch.device:
         return self.token_to_req.device
 
+    @cached_property
+    def _views(self) -> dict[tuple[str, int], torch.Tensor]:
+        return {}
+
+    def first(self, name: str, count: int) -> torch.Tensor:
+        """The first entries of a buffer. The views of the counts seen last are kept: steps come again."""
+        view = self._views.get((name, count))
+        if view is None:
+            if len(self._views) == KEPT_VIEWS:
+                self._views.clear()
+            view = self._views[name, count] = getattr(self, name)[:count]
+        return view
+
     @staticmethod
     def allocate(max_tokens: int, max_reqs: int, max_keys: int, device: torch.device) -> MetadataBuffers:
         """Zeroed buffers for these capacities."""
@@ -77,51 +93,39 @@ class StepLayout(NamedTuple):
     num_reqs: int
     num_decodes: int
     compress_ratio: int
-    groups: list[KeyGroup]
-    num_tokens: int  # rows before the padding that the host expects; a hint, as are the next two
-    longest: int  # most rows or keys of a request
+    query_starts: Sequence[int]  # first row of each prefill request, and the end of the last: rows before the padding
+    words: tuple[int, ...]  # each group of prefill requests as the kernels take it, see ``group_words``
+    longest: int  # most rows or keys of a request that the host expects; a hint
     total_keys: int
-
-    def words(self) -> list[int]:
-        """Each group as one int64 for a kernel: key_base above, request_start in the low 32 bits.
-
-        At least INLINE_GROUPS words; those that are no group begin beyond every request.
-        """
-        words = [self.total_keys << 32 | BEYOND] * INLINE_GROUPS
-        words[: len(self.groups)] = [group.key_base << 32 | group.request_start for group in self.groups]
-        return words
-
-
-class PrefillChunk(NamedTuple):
-    """Rows whose logits fit the budget and whose keys lie in one gathered workspace.
-
-    Attributes:
-        token_start, token_end: rows of the step.
-        request_start, request_end: requests whose keys the workspace holds.
-        cu_seqlen_ks, cu_seqlen_ke: [token_end - token_start] int32, first and one past the last packed key
-            of each row; packed keys begin at 0 in each workspace.
-        key_starts: [request_end - request_start + 1] int32, where each request's packed keys begin, and
-            the end of the last one's.
-        key_to_req: [total_keys] int32, the request of each packed key, numbered as in the step; -1 from the
-            end of the device's lengths to the host's.
-        total_keys: packed keys that the host expects, an upper bound.
-        skip_kv_gather: the chunk before has gathered the same keys.
-    """
-
-    token_start: int
-    token_end: int
-    request_start: int
-    request_end: int
-    cu_seqlen_ks: torch.Tensor
-    cu_seqlen_ke: torch.Tensor
-    key_starts: torch.Tensor
-    key_to_req: torch.Tensor
-    total_keys: int
-    skip_kv_gather: bool
 
     @property
-    def num_reqs(self) -> int:
-        return self.request_end - self.request_start
+    def groups(self) -> list[KeyGroup]:
+        """The groups of prefill requests with their rows and keys."""
+        return groups_of(self.words, self.query_starts, self.num_decodes, self.total_keys)
+
+
+class Lease:
+    """One step's right to its builder's buffers, until the builder builds another.
+
+    Args:
+        buffers: the buffers.
+        generation: how many steps the builder has built, in a list of one that it counts up.
+    """
+
+    __slots__ = ("_built", "_generation", "unchecked")
+
+    def __init__(self, buffers: MetadataBuffers, generation: list[int]) -> None:
+        self.unchecked, self._generation, self._built = buffers, generation, generation[0]
+
+    @property
+    def is_current(self) -> bool:
+        return self._generation[0] == self._built
+
+    def buffers(self) -> MetadataBuffers:
+        """The buffers; RuntimeError where they hold another step."""
+        if self._generation[0] != self._built:
+            raise RuntimeError("the builder has built another step since: its buffers hold that one")
+        return self.unchecked
 
 
 class IndexerMetadata:
@@ -140,20 +144,16 @@ class IndexerMetadata:
 
     def __init__(
         self,
-        buffers: MetadataBuffers,
+        lease: Lease,
         layout: StepLayout,
-        query_starts: list[int],
         seq_lens: list[int],
         num_tokens: int,
         rows_by_request: int,
         logits_budget: int,
-        generation: list[int],
     ) -> None:
-        self._buffers, self._layout = buffers, layout
-        self._query_starts = query_starts  # of the prefill requests, with the end of the last
+        self._lease, self._layout = lease, layout
         self._rows_by_request = rows_by_request  # rows of every decode request; 0 where they differ
         self._logits_budget = logits_budget
-        self._generation, self._built = generation, generation[0]
         self.prefill_seq_lens, self.num_tokens = seq_lens, num_tokens
 
     @property
@@ -170,51 +170,46 @@ class IndexerMetadata:
 
     @property
     def num_decode_tokens(self) -> int:
-        return self._query_starts[0]
+        return self._layout.query_starts[0]
 
     @property
     def num_prefill_tokens(self) -> int:
-        return self._query_starts[-1] - self._query_starts[0]
+        return self._layout.query_starts[-1] - self._layout.query_starts[0]
 
     @property
     def is_current(self) -> bool:
         """Whether the builder has built no other step since."""
-        return self._generation[0] == self._built
-
-    def _held(self) -> MetadataBuffers:
-        if not self.is_current:
-            raise RuntimeError("the builder has built another step since: its buffers hold that one")
-        return self._buffers
+        return self._lease.is_current
 
     @cached_property
     def token_to_req(self) -> torch.Tensor:
         """[num_tokens] int32: the request of each row; 0 in padding."""
-        return self._held().token_to_req[: self.num_tokens]
+        return self._lease.buffers().first("token_to_req", self.num_tokens)
 
     @cached_property
     def row_keys(self) -> torch.Tensor:
         """[num_tokens] int32: keys that each row may see, decode and prefill alike; 0 in padding."""
-        return self._held().row_keys[: self.num_tokens]
+        return self._lease.buffers().first("row_keys", self.num_tokens)
 
     @cached_property
     def cu_seqlen_ks(self) -> torch.Tensor:
         """[num_tokens] int32: first packed key of each prefill row; 0 in decode rows and padding."""
-        return self._held().cu_seqlen_ks[: self.num_tokens]
+        return self._lease.buffers().first("cu_seqlen_ks", self.num_tokens)
 
     @cached_property
     def cu_seqlen_ke(self) -> torch.Tensor:
         """[num_tokens] int32: one past the last packed key of each prefill row; 0 elsewhere (no keys)."""
-        return self._held().cu_seqlen_ke[: self.num_tokens]
+        return self._lease.buffers().first("cu_seqlen_ke", self.num_tokens)
 
     @cached_property
     def cu_seqlens_q(self) -> torch.Tensor:
         """[num_tokens + 1] int32: 0, 1, 2, ...: boundaries where each row is a sequence by itself."""
-        return self._buffers.arange[: self.num_tokens + 1]
+        return self._lease.unchecked.first("arange", self.num_tokens + 1)
 
     @cached_property
     def decode_row_keys(self) -> torch.Tensor:
         """[num_decode_tokens] int32: the decode part of ``row_keys``."""
-        return self._held().row_keys[: self.num_decode_tokens]
+        return self._lease.buffers().first("row_keys", self.num_decode_tokens)
 
     @cached_property
     def decode_row_keys_by_request(self) -> torch.Tensor:
@@ -226,26 +221,11 @@ class IndexerMetadata:
     @property
     def prefill_query_lens(self) -> list[int]:
         """Rows of each prefill request: the planner's input."""
-        return [end - start for start, end in itertools.pairwise(self._query_starts)]
+        return [end - start for start, end in itertools.pairwise(self._layout.query_starts)]
 
     @cached_property
-    def chunks(self) -> list[PrefillChunk]:
+    def chunks(self) -> PrefillChunks:
         """The chunks in order; together they hold every prefill row once. A group without rows has none."""
-        buffers = self._held()
-        chunks = []
-        for number, group in enumerate(self._layout.groups):
-            request_start, request_end, first, last, base, total = group
-            if first == last:
-                continue
-            size = rows_a_chunk(group, self._logits_budget)
-            starts = buffers.key_starts[request_start + number : request_end + number + 1]
-            keys = buffers.key_to_req[base : base + total]
-            bounds = [buffers.cu_seqlen_ks[first:last]], [buffers.cu_seqlen_ke[first:last]]
-            if size < last - first:
-                bounds = bounds[0][0].split(size), bounds[1][0].split(size)
-            for token, ks, ke in zip(range(first, last, size), *bounds, strict=True):
-                end = min(token + size, last)
-                chunks.append(
-                    PrefillChunk(*(token, end, request_start, request_end, ks, ke, starts, keys, total, token > first))
-                )
-        return chunks
+        self._lease.buffers()
+        groups = self._layout.groups if self._layout.words else ()
+        return PrefillChunks(groups, self._logits_budget, self._lease)

@@ -25,12 +25,11 @@ def no_synchronisation() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def compiled_variants() -> int:
+def compiled_variants(device: torch.device) -> list[int]:
+    """Compiled variants of the map's and of the step's kernel on a GPU."""
     from portable_indexer.backends.triton_common import metadata
 
-    index = torch.cuda.current_device()
-    kernels = (metadata._map_kernel, metadata._step_kernel)
-    return sum(len(kernel.device_caches[index][0]) for kernel in kernels)
+    return [len(kernel.device_caches[device.index][0]) for kernel in (metadata._map_kernel, metadata._step_kernel)]
 
 
 def test_no_build_synchronises(backend_name, device, generator):  # R09
@@ -61,11 +60,11 @@ def test_a_captured_map_follows_the_boundaries(backend_name, device, generator):
     query_start_loc = torch.zeros(reqs + 1, dtype=torch.int32, device=device)
     out = torch.empty(size, dtype=torch.int32, device=device)
     token_to_req_indices(query_start_loc, 5, pad_value=-1, backend=backend_name)
-    before = compiled_variants()
+    before = compiled_variants(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         token_to_req_indices(query_start_loc, size, out=out, pad_value=-1, backend=backend_name)
-    assert compiled_variants() == before
+    assert compiled_variants(device) == before
     for total in (0, 5, size, 100_000):
         cuts = torch.randint(0, total + 1, (reqs - 1,), generator=generator).sort().values
         starts = torch.cat([torch.tensor([0]), cuts, torch.tensor([total])])
@@ -82,7 +81,7 @@ def test_a_captured_step_follows_boundaries_lengths_and_counts(backend_name, dev
     builder = fenced(IndexerMetadataBuilder(capacity, reqs, 50_000, next_n=4, device=device, backend=backend_name))
     starts = torch.zeros(reqs + 1, dtype=torch.int32, device=device)
     lens = torch.zeros(reqs, dtype=torch.int32, device=device)
-    before = compiled_variants()
+    before = compiled_variants(device)
     graph = torch.cuda.CUDAGraph()
     captured = Step([1, 1, 1, 5, 5, 5, 5, 5], [100] * 8, num_decodes=3)
     with torch.cuda.graph(graph):
@@ -96,7 +95,7 @@ def test_a_captured_step_follows_boundaries_lengths_and_counts(backend_name, dev
         )
         (chunk,) = built.chunks
         views = (built.token_to_req, built.row_keys, built.cu_seqlen_ks, built.cu_seqlen_ke)
-    assert compiled_variants() == before
+    assert compiled_variants(device) == before
     replays = [
         captured,
         Step([1, 1, 1, 900, 0, 0, 3, 0], [5000, 1, 300, 5000, 0, 5000, 3, 4999], num_decodes=3),
@@ -180,9 +179,26 @@ def test_two_builders_on_two_streams(backend_name, device, generator):
 
 def test_one_builder_after_another_reuses_the_compiled_kernels(backend_name, device):
     IndexerMetadataBuilder(8, 2, 8, device=device, backend=backend_name)
-    before = compiled_variants()
+    # The map is compiled by its first call, in this process by an earlier test or by this one.
+    token_to_req_indices(torch.zeros(1, dtype=torch.int32, device=device), 1, backend=backend_name)
+    assert compiled_variants(device) == [1, 1]
     for reqs in (1, 16, 17):
         step = Step([16] * reqs, [17] * reqs)
         check(step, step.build(builder := builder_for(step, backend_name, device)), builder)
         token_to_req_indices(step.tensors(device)[0][:reqs], 16 * reqs, backend=backend_name)
-    assert compiled_variants() == before <= 2
+    assert compiled_variants(device) == [1, 1]
+
+
+@pytest.mark.multi_gpu
+def test_a_step_on_another_gpu_than_the_current_one(backend_name, device, generator):
+    other = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
+    for where in (other, device, other):
+        for step in (random_step(generator), Step([1] * 40, [8] * 40)):
+            builder = builder_for(step, backend_name, where)
+            check(step, step.build(builder, key_budget=None if len(step.query_lens) != 40 else 8), builder)
+            starts = step.tensors(where)[0]
+            mapped = token_to_req_indices(starts, step.starts[-1], backend=backend_name)
+            lens = torch.tensor(step.query_lens)
+            assert torch.equal(mapped.cpu(), torch.repeat_interleave(torch.arange(len(lens), dtype=torch.int32), lens))
+    assert torch.cuda.current_device() == device.index
+    assert compiled_variants(other) == [1, 1]

@@ -6,8 +6,10 @@ nothing has one variant, so the key is always the same and the compiled kernel c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -16,14 +18,54 @@ from triton.runtime import driver
 from portable_indexer.backends.triton_common.runtime import interpreting
 
 
+class _Call(NamedTuple):
+    """How a launcher's C function is called: with the grid, the stream, ``middle`` and the arguments."""
+
+    function: Callable[..., Any]
+    middle: tuple[Any, ...]
+    spread: bool  # each argument by itself, or all as one tuple
+
+
+def _call_of(compiled: Any, count: int) -> _Call:
+    """The call that launches a loaded kernel of ``count`` parameters.
+
+    Triton's launcher is Python around a C function. What it adds to grid, stream and arguments never changes, so
+    it is asked for that once, by a call that launches nothing. Where it does more (scratch memory by the size of
+    the grid, say) or looks otherwise than expected, the launcher itself is what is called.
+    """
+    run, constant = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+    whole = _Call(run, constant, True)
+    function = getattr(run, "launch", None)
+    if function is None:
+        return whole
+    calls: list[tuple[Any, ...]] = []
+    asked = copy(run)
+    asked.launch = lambda *given: calls.append(given)
+    place, arguments = tuple(object() for _ in range(4)), tuple(object() for _ in range(count))
+    try:
+        asked(*place, *constant, *arguments)
+    except TypeError:  # it calculates with the grid
+        return whole
+    if len(calls) != 1 or place[0] not in calls[0]:
+        return whole
+    at = calls[0].index(place[0])
+    before, middle = calls[0][:at], calls[0][at + len(place) :]
+    if before:
+        function = partial(function, *before)
+    if calls[0][at : at + len(place)] == place and middle[-1] == arguments:
+        return _Call(function, middle[:-1], False)
+    if calls[0][at : at + len(place)] == place and middle[-count:] == arguments:
+        return _Call(function, middle[:-count], True)
+    return whole
+
+
 class LoadedKernel:
     """A compiled kernel, loaded on one GPU."""
 
     def __init__(self, compiled: Any, index: int, constants: tuple[int, ...]) -> None:
         compiled._init_handles()  # loads the module, which may not happen inside a capture
-        self._compiled, self._run = compiled, compiled.run
-        self._function, self._packed = compiled.function, compiled.packed_metadata
-        self._index, self._constants = index, constants
+        self._compiled, self._index, self._constants = compiled, index, constants
+        self._function, self._middle, self._spread = _call_of(compiled, len(compiled.src.fn.arg_names))
         self._stream_of = driver.active.get_current_stream
         self._current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
@@ -32,14 +74,20 @@ class LoadedKernel:
 
         ``arguments`` are integers: addresses, of tensors that the caller has checked, and values.
         """
+        self.start(grid, arguments)
+
+    def start(self, grid: tuple[int, int], arguments: tuple[int, ...]) -> None:
+        """``launch`` with the arguments as one tuple."""
         index, runtime = self._index, knobs.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         if self._current_device() != index:
             with torch.cuda.device(index):
-                self.launch(grid, *arguments)
+                self.start(grid, arguments)
         elif (enter is None or not enter.calls) and (leave is None or not leave.calls):
-            head = (grid[0], grid[1], 1, self._stream_of(index), self._function, self._packed, None, None, None)
-            self._run(*head, *arguments, *self._constants)
+            # Tuples are added, not unpacked into a new one: half the time.
+            head = (grid[0], grid[1], 1, self._stream_of(index)) + self._middle  # noqa: RUF005
+            arguments = arguments + self._constants
+            self._function(*(head + arguments if self._spread else (*head, arguments)))
         else:  # a profiler listens
             whole = (grid[0], grid[1], 1)
             self._compiled[whole](*arguments, *self._constants)

@@ -217,14 +217,28 @@ def step_grid(num_reqs: int, longest: int, padding: int) -> tuple[int, int]:
 
 def token_to_req_indices(query_start_loc: torch.Tensor, out: torch.Tensor, pad_value: int) -> None:
     """Write the request of each token into out [T] int32, and pad_value behind the last request's end."""
-    num_reqs, capacity, device = query_start_loc.shape[0] - 1, out.shape[0], out.device
+    num_reqs, capacity = query_start_loc.numel() - 1, out.numel()
     if capacity == 0:
         return
+    device = out.device
     grid, kernel = map_grid(num_reqs, capacity), _MAP.loaded(device)
     if kernel is not None:
-        kernel.launch(grid, query_start_loc.data_ptr(), out.data_ptr(), num_reqs, capacity, pad_value)
+        kernel.start(grid, (query_start_loc.data_ptr(), out.data_ptr(), num_reqs, capacity, pad_value))
     else:
         _MAP.launch_tensors(grid, device, query_start_loc, out, num_reqs, capacity, pad_value)
+
+
+def step_values(layout: StepLayout, capacity: int) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Programs of a step, and what its kernel takes by value."""
+    num_reqs, num_decodes, ratio, starts, words, longest, total_keys = layout
+    grid, count = step_grid(num_reqs, longest, capacity - starts[-1]), len(words)
+    # Tuples are added, not unpacked into a new one: half the time.
+    values = (num_reqs, num_decodes, ratio, capacity, total_keys, count)
+    return grid, values + (words + NO_GROUPS[count:] if count < INLINE_GROUPS else words[:INLINE_GROUPS])
+
+
+# A builder comes with the same layout again while as many requests decode.
+_decode_values = lru_cache(maxsize=1024)(step_values)
 
 
 def build_metadata(
@@ -236,23 +250,19 @@ def build_metadata(
 ) -> None:
     """Fill every buffer of a step by one launch.
 
-    ``group_table`` holds ``layout.words()`` on the device, int64; it is read where there are more groups
+    ``group_table`` holds ``layout.words`` on the device, int64; it is read where there are more groups
     than a launch takes by value, and may be None otherwise.
     """
-    device, capacity = buffers.device, buffers.max_tokens
-    num_reqs, num_decodes, ratio, groups, num_tokens, longest, total_keys = layout
-    grid = step_grid(num_reqs, longest, capacity - num_tokens)
-    scalars = (num_reqs, num_decodes, ratio, capacity, total_keys, len(groups))
-    words = layout.words()[:INLINE_GROUPS] if groups else NO_GROUPS
-    kernel = _STEP.loaded(device)
+    grid, values = (step_values if layout.words else _decode_values)(layout, buffers.max_tokens)
+    kernel = _STEP.loaded(buffers.device)
     if kernel is not None:
-        table = 0 if group_table is None else group_table.data_ptr()
+        table = (0 if group_table is None else group_table.data_ptr(),)
         inputs = (query_start_loc.data_ptr(), seq_lens.data_ptr())
-        kernel.launch(grid, *inputs, *buffers.addresses, table, *scalars, *words)
+        kernel.start(grid, inputs + buffers.addresses + table + values)
     else:
+        device = buffers.device
         held = torch.empty(1, dtype=torch.int64, device=device) if group_table is None else group_table
-        tensors = (query_start_loc, seq_lens, *buffers.written, held)
-        _STEP.launch_tensors(grid, device, *tensors, *scalars, *words)
+        _STEP.launch_tensors(grid, device, query_start_loc, seq_lens, *buffers.written, held, *values)
 
 
 def warmup_metadata(device: torch.device) -> int:

@@ -52,7 +52,7 @@ class Case:
         self.builder = IndexerMetadataBuilder(
             self.padded, self.reqs, self.reqs * length, next_n=min(self.rows, MOST_DECODE_ROWS), device=self.device
         )
-        self.built = self.build()
+        self.groups = self.build()._layout.groups
 
     def build(self) -> Any:
         return self.builder.build(
@@ -78,12 +78,12 @@ class Case:
         for buffer in self.builder._buffers.written:
             buffer.fill_(-77)
         built = self.build()
-        chain = peers.torch_step(self.starts, self.lens, self.num_decodes, self.tokens, built._layout.groups)
+        chain = peers.torch_step(self.starts, self.lens, self.num_decodes, self.tokens, self.groups)
         right = right and torch.equal(built.token_to_req, want)
         right = right and torch.equal(built.row_keys[: self.tokens], chain[1])
         for chunk in built.chunks:
-            group = 3 + 4 * [g.request_start for g in built._layout.groups].index(chunk.request_start)
-            first = chunk.token_start - built._layout.groups[(group - 3) // 4].token_start
+            number = [group.request_start for group in self.groups].index(chunk.request_start)
+            group, first = 3 + 4 * number, chunk.token_start - self.groups[number].token_start
             rows = slice(first, first + chunk.token_end - chunk.token_start)
             right = right and torch.equal(chunk.key_starts, chain[group])
             right = right and torch.equal(chunk.key_to_req, chain[group + 1])
@@ -143,17 +143,17 @@ def measure(case: Case, vllm: Callable[..., Any] | str, rounds: int) -> dict[str
     calls: dict[str, Call] = {
         "map": case.map,
         "build": case.build,
-        "build and chunks": lambda: case.build().chunks,
+        "build and first chunk": lambda: case.build().chunks[:1],
+        "build and all chunks": lambda: list(case.build().chunks),
         "numpy and pinned copy": lambda: peers.host_map(case.starts_cpu, spare),
         "repeat_interleave": lambda: peers.repeat_map(case.starts, case.tokens),
-        "torch chain": lambda: peers.torch_step(
-            case.starts, case.lens, case.num_decodes, case.tokens, case.built._layout.groups
-        ),
+        "torch chain": lambda: peers.torch_step(case.starts, case.lens, case.num_decodes, case.tokens, case.groups),
         "arange": lambda: torch.arange(case.padded + 1, dtype=torch.int32, device=case.device),
         "arange slice": lambda: case.builder._buffers.arange[: case.padded + 1],
+        "kept slice": lambda: case.builder._buffers.first("arange", case.padded + 1),
     }
     in_graph: dict[str, Call] = {"map": case.map, "fill": lambda: spare.fill_(7)}
-    if len(case.built._layout.groups) <= 16:
+    if len(case.groups) <= 16:
         in_graph["build"] = case.build
     if callable(vllm):
         calls["vllm map"] = in_graph["vllm map"] = lambda: vllm(case.starts, spare, case.tokens, case.padded)
