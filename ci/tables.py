@@ -103,8 +103,9 @@ def _exchange_summary(results: list[dict[str, Any]]) -> str:
     uneven = {(r["rows"], r["plan"], r["pitched"], r["algorithm"]): r for r in results if r["plan"] != "even"}
     wins = {}
     for way, other in (("grouped", "padded"), ("padded", "grouped")):
-        won = [k for k, r in uneven.items() if k[3] == way and r["us"] < 0.95 * uneven[(*k[:3], other)]["us"]]
-        pitched = sorted({k[0] for k in won if k[2]})
+        cases = {k[:3] for k in uneven}
+        won = [(n, p, t) for n, p, t in cases if uneven[n, p, t, way]["us"] < 0.95 * uneven[n, p, t, other]["us"]]
+        pitched = sorted({rows for rows, _, with_pitch in won if with_pitch})
         wins[way] = f"{len(won)} (with a pitch: at {', '.join(f'{n:,}' for n in pitched) or 'no number of'} rows)"
     causal = [r for r in results if r["plan"] == "causal" and not r["pitched"] and r["algorithm"] == "grouped"]
     bound = [r["rows"] for r in causal if r["host_us"] > 0.9 * r["us"]]

@@ -82,7 +82,7 @@ def test_a_machine_without_a_gpu_is_ready(capsys: pytest.CaptureFixture[str]) ->
     assert report["versions"]["torch"] == torch.__version__
     assert main(["doctor", "--no-self-test"]) == 0
     text = capsys.readouterr().out
-    assert "-> " in text and text.rstrip().endswith("ready") and "self-test" not in text
+    assert "-> " in text and text.splitlines()[-1].startswith("ready") and "self-test" not in text
 
 
 # K05 K07
@@ -197,6 +197,19 @@ def test_a_partition_is_explained(name: str, units: int) -> None:
     assert name in found.what and f"{units} units" in found.what and "nothing is sharded by itself" in found.what
     assert _node.partition_finding(replace(device, partition="SPX/NPS1")) is None
     assert _node.partition_finding(device_of("h200")) is None
+
+
+def test_gpus_of_different_kinds_are_told() -> None:
+    assert _node.mixed_finding([]) == _node.mixed_finding(["NVIDIA H200"] * 8) == []
+    (found,) = _node.mixed_finding(["NVIDIA H200", "NVIDIA L4", "NVIDIA H200"])
+    assert found.level == "warning" and "2 NVIDIA H200, 1 NVIDIA L4" in found.what
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_machine_without_numbers_shards_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-self-test"]) == 0
+    text = capsys.readouterr().out
+    assert "no step is sharded here by itself" in text and "for tests, not for serving" in text
 
 
 def test_what_detection_warns_about_is_reported_and_not_printed_twice(

@@ -111,6 +111,18 @@ def test_a_plot_is_a_file_or_a_reason(tmp_path: Path, capsys: pytest.CaptureFixt
         assert code == 0 and plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib (the extra plot)")
+    plot = tmp_path / "no folder" / "saved.png"
+    assert main(["replay", str(small_trace(tmp_path / "t.jsonl")), "--plot", str(plot), "--quiet"]) == 2
+    assert str(plot) in capsys.readouterr().err
+
+
+def test_ranks_without_numbers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(small_trace(tmp_path / "t.jsonl")), "--device", "h200", "--tp", "4", "16"]) == 0
+    assert "no numbers for an exchange among 16 ranks: every step counts as replicated" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -184,6 +184,15 @@ def permission_findings(bus: Sequence[tuple[str, int, int]]) -> list[Finding]:
     return found
 
 
+def mixed_finding(names: Sequence[str]) -> list[Finding]:
+    """Visible GPUs of different products, given their names."""
+    if len(set(names)) < 2:
+        return []
+    kinds = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+    text = f"the visible GPUs differ: {kinds}; the slowest sets the pace, and other architectures other bits"
+    return [Finding("warning", text, "show each job GPUs of one kind (*_VISIBLE_DEVICES)")]
+
+
 def partition_finding(device: Any) -> Finding | None:
     """What a partition means for the indexer; None for a whole device."""
     name = device.partition

@@ -73,6 +73,7 @@ def _look(self_test: bool) -> tuple[dict[str, Any], list[Finding]]:
         return report, [*findings, Finding("error", f"the device cannot be read: {error}", "check driver and torch")]
     report["device"] = device.to_dict()
     findings += _node.package_findings(hip or cuda, bool(hip), device.arch)
+    findings += _node.mixed_finding([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])
     partition = _node.partition_finding(device)
     findings += [partition] if partition else []
     report["backends"], chosen, more = _backends(device)
@@ -140,7 +141,11 @@ def _vllm() -> tuple[dict[str, Any], list[Finding]]:
     found["would_load"] = bool(found.get("vllm") and found.get("entry_point"))
     if found.get("vllm") and not found.get("entry_point"):
         findings.append(
-            Finding("warning", "vLLM is here, but the plugin's entry point is not installed", "pip install")
+            Finding(
+                "warning",
+                "vLLM is here, but the plugin's entry point is not installed",
+                "pip install portable-indexer with vLLM's Python",
+            )
         )
     if allowed is not None and "portable_indexer" not in allowed.split(","):
         found["would_load"] = False
@@ -202,10 +207,9 @@ def _print(report: dict[str, Any]) -> None:
         print(f"{'backend':8}{mark}{name}: {reason or 'can serve'}")
     policy = report.get("policy")
     if policy:
-        print(f"policy     mode {policy.get('mode', '?')}, numbers: {policy['tuning']}")
-        for tp, rows in policy.get("shards_from_rows", {}).items():
-            cells = [f"{value:,} ({name})" if value else f"never ({name})" for name, value in rows.items()]
-            print(f"           {tp} ranks: shards from rows {', '.join(cells)}")
+        sources = f" ({', '.join(policy['sources'])})" if policy.get("sources") else ""
+        print(f"policy     mode {policy.get('mode', '?')}, numbers: {policy['tuning']}{sources}")
+        _print_rows(policy.get("shards_from_rows", {}))
     vllm = report.get("vllm")
     if vllm:
         state = "would load the plugin" if vllm["would_load"] else "does not load the plugin"
@@ -216,7 +220,19 @@ def _print(report: dict[str, Any]) -> None:
         print(f"{finding['level']:10} {finding['what']}")
         if finding["remedy"]:
             print(f"           remedy: {finding['remedy']}")
-    print("ready" if report["ok"] else "not ready: see the errors above")
+    slow = report.get("backend") == "reference" and report["device"]["vendor"] == "cpu"
+    ready = "ready, on the CPU with the reference backend: for tests, not for serving" if slow else "ready"
+    print(ready if report["ok"] else "not ready: see the errors above")
+
+
+def _print_rows(ranks: dict[int, dict[str, int | None]]) -> None:
+    """From how many prefill rows of a step on it is sharded."""
+    if ranks and not any(value for rows in ranks.values() for value in rows.values()):
+        print("           no step is sharded here by itself")
+        return
+    for tp, rows in ranks.items():
+        cells = [f"{value:,} ({name})" if value else f"never ({name})" for name, value in rows.items()]
+        print(f"           {tp} ranks: shards steps of so many rows or more: {', '.join(cells)}")
 
 
 def _text(name: str, value: Any) -> str:

@@ -123,7 +123,11 @@ def run(args: argparse.Namespace) -> int:
         simulate(steps, name, policies[name], tp_size, devices[name].origin) for name in devices for tp_size in args.tp
     ]
     if args.plot is not None:
-        _plot(args.plot, outcomes, args)
+        try:
+            _plot(args.plot, outcomes, args)
+        except (OSError, ValueError) as error:  # a folder that is not there, an ending that names no format
+            print(f"portable-indexer replay: --plot {args.plot}: {error}", file=sys.stderr)
+            return 2
     if args.json:
         print(json.dumps(_report(args, requests, steps, outcomes, devices)))
     else:
@@ -226,8 +230,9 @@ def _print(
     args: argparse.Namespace, requests: int, steps: list[Work], outcomes: list[Outcome], devices: dict[str, Tuning]
 ) -> None:
     rows = sum(step.rows for step in steps)
-    print(f"{args.trace}: {requests:,} requests, {len(steps):,} steps with prefill, {rows:,} rows, at most")
-    print(f"{args.max_batched_tokens:,} a step; {args.layers} layer(s), H {args.heads}, k {args.topk}")
+    layers = "one layer's indexer" if args.layers == 1 else f"the indexers of {args.layers} layers"
+    print(f"{args.trace.name}: {requests:,} requests, {len(steps):,} steps with {rows:,} prefill rows, at most")
+    print(f"{args.max_batched_tokens:,} a step; {layers}, H {args.heads}, k {args.topk}")
     print(MODEL_NOTE)
     print()
     print("                  steps that    indexer time             saved by      vLLM 0.33:      vLLM's first:")
@@ -247,7 +252,11 @@ def _print(
         print(f"{o.device:9} {o.tp_size:3}  {text}")
     print()
     for name, tuning in devices.items():
+        unknown = [tp for tp in args.tp if tp > 1 and tp not in {entry.ranks for entry in tuning.costs.exchange}]
         print(f"{name}: {tuning.origin}; {', '.join(sorted(set(tuning.sources.values())))} numbers")
+        if unknown:
+            ranks = ", ".join(map(str, unknown))
+            print(f"  no numbers for an exchange among {ranks} ranks: every step counts as replicated there")
         for line in _errors(tuning):
             print(f"  {line}")
 
@@ -271,6 +280,8 @@ def _plot(path: Path, outcomes: list[Outcome], args: argparse.Namespace) -> None
         saved = [100 * (1 - o.by_context[b][2] / o.by_context[b][1]) for b in bounds]
         axes.plot(bounds, saved, marker="o", label=f"{o.device}, TP {o.tp_size}")
     axes.set_xscale("log", base=2)
+    bounds = sorted({bound for o in outcomes for bound in o.by_context})
+    axes.set_xticks(bounds, [f"{bound:,}" for bound in bounds])
     axes.set_xlabel("keys that a row sees in the mean of its step, up to")
     axes.set_ylabel("indexer time saved, % (model)")
     axes.set_title(f"{args.trace.name}, at most {args.max_batched_tokens:,} rows a step")
