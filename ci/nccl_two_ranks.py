@@ -27,8 +27,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from portable_indexer.device import detect
 from portable_indexer.exchange import ALGORITHMS, ExchangeError, all_gatherv, self_test, staging_bytes
 from portable_indexer.sharding import PrefillRowShard, balanced_prefill_row_shard
+from portable_indexer.tuning.measure import hold
 
 WIDTH = 2048
 TIMED_ROWS = (32, 128, 512, 2048, 8192, 16_384, 32_768, 65_536)
@@ -158,13 +160,17 @@ def largest(value: float, device: torch.device) -> float:
 
 
 def seconds_of(work: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """(device, host) seconds of one call in a batch of calls, each the median over batches, slowest rank."""
+    """(device, host) seconds of one call in a batch of calls, each the median over batches, slowest rank.
 
-    def batch(calls: int) -> tuple[float, float]:
+    Every rank's device waits until its host has launched the batch, so that no gap between launches counts.
+    """
+
+    def batch(calls: int, wait_s: float) -> tuple[float, float]:
         dist.barrier()
         if device.type == "cuda":
             torch.cuda.synchronize()
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            hold(device, wait_s)
             start.record()
         begin = time.perf_counter()
         for _ in range(calls):
@@ -176,9 +182,10 @@ def seconds_of(work: Callable[[], None], device: torch.device) -> tuple[float, f
         torch.cuda.synchronize()
         return start.elapsed_time(stop) / 1e3 / calls, host
 
-    batch(2)
-    calls = max(1, min(20, int(0.02 / largest(batch(1)[0], device))))
-    batches = [batch(calls) for _ in range(7)]
+    batch(2, 0.0)
+    device_s, host_s = (largest(seconds, device) for seconds in batch(1, 0.0))
+    calls = max(1, min(20, int(0.02 / device_s)))
+    batches = [batch(calls, 1.5 * host_s * calls) for _ in range(7)]
     device_s, host_s = (statistics.median(column) for column in zip(*batches, strict=True))
     return largest(device_s, device), largest(host_s, device)
 
@@ -319,6 +326,8 @@ def main() -> int:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
+        "driver": detect().driver,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         **report,
     }

@@ -19,21 +19,24 @@ class Estimate:
     """Predicted device times of one layer's indexer in a step, in seconds.
 
     `sharded_s` is the slowest rank's own part and the exchange; it and `exchange_s` are None where the exchange
-    among that many ranks is not known. `launch_s` is what the host needs to launch the step's kernels.
+    among that many ranks is not known. `launch_s` is what the host needs to launch the step's kernels,
+    `exchange_launch_s` what it needs for the exchange, None where that is not known.
     """
 
     replicated_s: float
     sharded_s: float | None
     exchange_s: float | None
     launch_s: float
+    exchange_launch_s: float | None = None
 
     @property
     def saving_s(self) -> float | None:
         """What sharding saves if the device waits for the host wherever the host is slower; None if unknown."""
         if self.sharded_s is None or self.exchange_s is None:
             return None
-        own = self.sharded_s - self.exchange_s
-        return max(self.replicated_s, self.launch_s) - max(own, self.launch_s) - self.exchange_s
+        # Unknown, the exchange's launch counts like the exchange itself.
+        launch = self.launch_s + (self.exchange_s if self.exchange_launch_s is None else self.exchange_launch_s)
+        return max(self.replicated_s, self.launch_s) - max(self.sharded_s, launch)
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,8 @@ class ShardPolicy:
             return Estimate(replicated, None, None, costs.launch_s)
         share = (1.0 + self.imbalance) / max(tp_size, 1)
         own = compute(rows * share, pairs * share)
-        return Estimate(replicated, own + exchange, exchange, costs.launch_s)
+        among = costs.exchange_among(tp_size)
+        return Estimate(replicated, own + exchange, exchange, costs.launch_s, among.launch_s if among else None)
 
     def break_even_rows(self, tp_size: int, context: int = 0) -> int | None:
         """The fewest prefill rows that `decide` shards, None where not even a million are.

@@ -359,10 +359,13 @@ def test_tune_keeps_what_it_did_not_measure(
 
     costs, error = random_costs(), Error(12, 0.03, 0.1)
     old = content_of("h200")["numbers"]
-    content = _content(device_of("h200"), costs, {4: (3e-5, 2e11)}, "padded", error, False)
+    content = _content(device_of("h200"), costs, {4: Exchange(4, 3e-5, 2e11, 9e-5)}, "padded", error, False)
     assert store.check(content, "new") == content
     assert content["numbers"]["exchange.8.bandwidth"] == old["exchange.8.bandwidth"]
     assert content["numbers"]["exchange.4.bandwidth"]["source"] == "measured"
+    assert content["numbers"]["exchange.4.launch_s"]["value"] == 9e-5
+    (four,) = (e for e in tuning._tuning(content, "new").costs.exchange if e.ranks == 4)
+    assert four == Exchange(4, 3e-5, 2e11, 9e-5)
     assert content["choices"]["exchange_algorithm"]["value"] == "padded"
     spx = _content(replace(device_of("mi325x"), partition="SPX/NPS1"), costs, {}, None, error, False)
     assert spx["numbers"]["exchange.2.latency_s"] == content_of()["numbers"]["exchange.2.latency_s"]

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from portable_indexer.cli._bar import Bar
 
 if TYPE_CHECKING:
     from portable_indexer.cli._processes import Meeting
-    from portable_indexer.tuning.costs import Costs
+    from portable_indexer.tuning.costs import Costs, Exchange
     from portable_indexer.tuning.fit import Sample
     from portable_indexer.tuning.measure import Shape
     from portable_indexer.tuning.ranks import Timings
@@ -130,10 +131,9 @@ def _ranks(asked: list[int] | None, on_gpu: bool) -> list[int]:
     return [ranks for ranks in (2, 4, 8) if on_gpu and ranks <= torch.cuda.device_count()]
 
 
-def _exchange(
-    ranks: list[int], on_gpu: bool, width: int, bar: Bar
-) -> tuple[dict[int, tuple[float, float]], str | None]:
-    """(latency, bandwidth) by number of ranks for the faster algorithm, and that algorithm."""
+def _exchange(ranks: list[int], on_gpu: bool, width: int, bar: Bar) -> tuple[dict[int, Exchange], str | None]:
+    """The costs by number of ranks for the faster algorithm, and that algorithm."""
+    from portable_indexer.tuning.costs import Exchange
     from portable_indexer.tuning.fit import fit_exchange
     from portable_indexer.tuning.ranks import (
         CPU_ROWS,
@@ -151,10 +151,13 @@ def _exchange(
     if not found:
         return {}, None
     algorithm = faster_algorithm(found.values())
-    fitted = {
-        count: fit_exchange([(e["bytes"], e["seconds"]) for e in by_algorithm[algorithm] if e["uneven"]])
-        for count, by_algorithm in found.items()
-    }
+    fitted = {}
+    for count, by_algorithm in found.items():
+        seen = [entry for entry in by_algorithm[algorithm] if entry["uneven"]]
+        latency, bandwidth = fit_exchange([(entry["bytes"], entry["seconds"]) for entry in seen])
+        # On a CPU the ranks' hosts do the exchange themselves.
+        launch = median(entry["host_s"] for entry in seen) if on_gpu else None
+        fitted[count] = Exchange(count, latency, bandwidth, launch)
     return fitted, algorithm
 
 
@@ -186,14 +189,14 @@ def _one_rank(meeting: Meeting, tell: Callable[[Any], None], argument: tuple[boo
     else:
         torch.set_num_threads(1)
         meeting.init()
-    found = exchange_samples(where, rows, width, rounds=20 if on_gpu else 3)
+    found = exchange_samples(where, rows, width)
     if meeting.rank == 0:
         tell(found)
     dist.destroy_process_group()
 
 
 def _content(
-    device: Any, costs: Any, exchange: dict[int, tuple[float, float]], algorithm: str | None, error: Any, seen: bool
+    device: Any, costs: Any, exchange: dict[int, Exchange], algorithm: str | None, error: Any, seen: bool
 ) -> dict[str, Any]:
     """The tuning file."""
     from portable_indexer.tuning import packaged_content, store
@@ -213,9 +216,12 @@ def _content(
         return {"value": float(f"{value:.4g}"), "source": "measured", "run": run}
 
     numbers = {name: measured(getattr(costs, name)) for name in (*store.REQUIRED, *store.OPTIONAL)}
-    for ranks, (latency, bandwidth) in sorted(exchange.items()):
-        kept[f"exchange.{ranks}.latency_s"] = measured(latency)
-        kept[f"exchange.{ranks}.bandwidth"] = measured(bandwidth)
+    for ranks, entry in sorted(exchange.items()):
+        kept[f"exchange.{ranks}.latency_s"] = measured(entry.latency_s)
+        kept[f"exchange.{ranks}.bandwidth"] = measured(entry.bandwidth)
+        kept.pop(f"exchange.{ranks}.launch_s", None)
+        if entry.launch_s is not None:
+            kept[f"exchange.{ranks}.launch_s"] = measured(entry.launch_s)
     numbers |= kept
     choice: dict[str, Any] = {"value": "grouped", "source": "reported", "note": "no exchange was measured"}
     if algorithm is not None:

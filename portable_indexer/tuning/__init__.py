@@ -104,11 +104,16 @@ def _tuning(content: Mapping[str, Any], origin: str) -> Tuning:
     numbers = content["numbers"]
     scalars = {name: float(entry["value"]) for name, entry in numbers.items() if "." not in name}
     ranks = sorted({int(name.split(".")[1]) for name in numbers if name.startswith("exchange.")})
+
+    def number(name: str) -> float | None:
+        return float(numbers[name]["value"]) if name in numbers else None
+
     exchange = tuple(
         Exchange(
             r,
             float(numbers[f"exchange.{r}.latency_s"]["value"]),
             float(numbers[f"exchange.{r}.bandwidth"]["value"]),
+            number(f"exchange.{r}.launch_s"),
         )
         for r in ranks
     )

@@ -41,12 +41,14 @@ def chunks_of(rows: float, columns: float, chunk_bytes: int = CHUNK_BYTES) -> in
 class Exchange:
     """All-gather of uneven row blocks among `ranks` ranks.
 
-    time = latency_s + (bytes a rank receives from others) / bandwidth.
+    The device's time is latency_s + (bytes a rank receives from others) / bandwidth. `launch_s` is the host's, None
+    where it is not known.
     """
 
     ranks: int
     latency_s: float
     bandwidth: float
+    launch_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,12 @@ class Costs:
 
     def exchange_s(self, rows: int, width: int, ranks: int) -> float | None:
         """Seconds for `ranks` ranks to collect `rows` x `width` int32 ids; None where that is not known."""
-        for entry in self.exchange:
-            if entry.ranks == ranks:
-                received = rows * width * ID_BYTES * (ranks - 1) / ranks
-                return entry.latency_s + received / entry.bandwidth
-        return None
+        entry = self.exchange_among(ranks)
+        if entry is None:
+            return None
+        received = rows * width * ID_BYTES * (ranks - 1) / ranks
+        return entry.latency_s + received / entry.bandwidth
+
+    def exchange_among(self, ranks: int) -> Exchange | None:
+        """The entry for so many ranks."""
+        return next((entry for entry in self.exchange if entry.ranks == ranks), None)

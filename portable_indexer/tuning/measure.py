@@ -138,7 +138,7 @@ def seconds_of(call: Callable[[], object], where: torch.device, budget_s: float 
 
     def batch(count: int, wait_s: float) -> tuple[float, float]:
         torch.cuda.synchronize(where)
-        torch.cuda._sleep(int(wait_s * _ticks_per_second(where)))
+        hold(where, wait_s)
         first.record()
         start = time.perf_counter()
         for _ in range(count):
@@ -154,6 +154,13 @@ def seconds_of(call: Callable[[], object], where: torch.device, budget_s: float 
     count = max(1, min(10, int(budget_s / 5 / once)))
     batches = [batch(count, 1.5 * host * count) for _ in range(5)]
     return median(device for device, _ in batches), median(host for _, host in batches)
+
+
+def hold(where: torch.device, seconds: float) -> None:
+    """Keep a GPU's current stream waiting, so that the host gets ahead of it."""
+    import torch
+
+    torch.cuda._sleep(int(seconds * _ticks_per_second(where)))
 
 
 @cache

@@ -31,7 +31,7 @@ REQUIRED = {
 }
 # Numbers that a file may lack, where they are 0.
 OPTIONAL = ("select_id_s",)
-_EXCHANGE = re.compile(r"exchange\.([1-9]\d*)\.(latency_s|bandwidth)")
+_EXCHANGE = re.compile(r"exchange\.([1-9]\d*)\.(latency_s|bandwidth|launch_s)")
 
 
 class TuningError(ValueError):
@@ -85,8 +85,9 @@ def check(content: Any, where: str) -> dict[str, Any]:
         _number(entry, where, f"numbers.{name}", runs, bool(positive) or name.endswith(".bandwidth"))
         if match and int(match[1]) < 2:
             raise TuningError(f"{where}: numbers.{name}: an exchange needs at least 2 ranks")
-        if match and f"exchange.{match[1]}.{'bandwidth' if match[2] == 'latency_s' else 'latency_s'}" not in numbers:
-            raise TuningError(f"{where}: numbers.{name} lacks its other half {_other_half(match)}")
+        for half in ("latency_s", "bandwidth"):
+            if match and f"exchange.{match[1]}.{half}" not in numbers:
+                raise TuningError(f"{where}: numbers.{name} lacks its other half exchange.{match[1]}.{half}")
     missing = [name for name in REQUIRED if name not in numbers]
     if missing:
         raise TuningError(f"{where}: numbers lacks {', '.join(missing)}")
@@ -120,10 +121,6 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def _other_half(match: re.Match[str]) -> str:
-    return f"exchange.{match[1]}.{'bandwidth' if match[2] == 'latency_s' else 'latency_s'}"
 
 
 def _mapping(value: Any, where: str, name: str) -> Mapping[str, Any]:
