@@ -117,7 +117,7 @@ def _exchange_summary(results: list[dict[str, Any]]) -> str:
         f"Of {len(uneven) // 2} pairs with uneven sizes, grouped is faster by more than 5% in {wins['grouped']},",
         f"padded in {wins['padded']}. Grouped, causal and contiguous takes {least:.0f} us at the least and receives",
         f"{most:.0f} GB/s at the most; all sizes together fit {latency * 1e6:.0f} us + bytes at",
-        f"{bandwidth / 1e9:.0f} GB/s. The host's launching is more than nine tenths of the time {reach}.",
+        f"{bandwidth / 1e9:.0f} GB/s. To launch it takes the host more than nine tenths of the device's time {reach}.",
     )
     return textwrap.fill(" ".join(sentences), 118)
 

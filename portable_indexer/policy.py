@@ -8,7 +8,7 @@ import os
 from dataclasses import InitVar, asdict, dataclass
 from typing import Any, Literal, get_args
 
-from portable_indexer.tuning.costs import CHUNK_BYTES, Costs, Exchange, chunks_of, width_of
+from portable_indexer.tuning.costs import CHUNK_BYTES, Costs, Exchange, chunks_of, largest_shard, width_of
 
 Mode = Literal["auto", "on", "off"]
 ENVIRONMENT = "PORTABLE_INDEXER_SHARD"
@@ -52,7 +52,7 @@ class ShardPolicy:
             at no device).
         margin: share of the replicated time that sharding must save.
         margin_s: seconds that sharding must save on top.
-        imbalance: share by which the slowest rank's part exceeds an even one.
+        imbalance: share by which the slowest rank takes longer than the model's time for the largest shard.
         num_heads, head_dim, topk, compress_ratio: the model's indexer, with so many tokens for each key; `decide`
             takes them from here unless told otherwise.
         chunk_bytes: what the logits of one chunk of rows take; None is what `index_topk` lets them take here
@@ -156,7 +156,8 @@ class ShardPolicy:
         heads = self.num_heads if num_heads is None else num_heads
         dim = self.head_dim if head_dim is None else head_dim
         width = self.topk if topk is None else topk
-        columns = width_of(rows, pairs, self.compress_ratio if compress_ratio is None else compress_ratio)
+        ratio = self.compress_ratio if compress_ratio is None else compress_ratio
+        columns = width_of(rows, pairs, ratio)
 
         def compute(rows: float, pairs: float) -> float:
             chunks = chunks_of(rows, columns, self.chunk_bytes or CHUNK_BYTES)
@@ -167,8 +168,8 @@ class ShardPolicy:
         exchange = costs.exchange_s(rows, width, tp_size)
         if exchange is None:
             return Estimate(replicated, None, None, costs.launch_s)
-        share = (1.0 + self.imbalance) / max(tp_size, 1)
-        own = compute(rows * share, pairs * share)
+        largest = largest_shard(rows, pairs, max(tp_size, 1), ratio)
+        own = (1.0 + self.imbalance) * compute(largest, pairs / max(tp_size, 1))
         among = costs.exchange_among(tp_size)
         return Estimate(replicated, own + exchange, exchange, costs.launch_s, among.launch_s if among else None)
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from portable_indexer import policy as policy_module
 from portable_indexer.device import device_of
 from portable_indexer.policy import ShardPolicy
+from portable_indexer.sharding import balanced_prefill_row_shard
 from portable_indexer.tuning import Costs, Exchange, packaged
-from portable_indexer.tuning.costs import CHUNK_BYTES, chunks_of, width_of
+from portable_indexer.tuning.costs import CHUNK_BYTES, chunks_of, largest_shard, width_of
 
 DEVICES = ("h200", "h100", "mi325x", "mi300x", "mi355x")
 EASY = Costs(
@@ -60,7 +61,8 @@ def test_short_rows_cost_their_padded_columns() -> None:
     assert costs.select_s(100, 100 * 9_000, 8_193) == pytest.approx(40e-6 + 100 * 1e-9 + 900_000 * 2e-12)
     rows, keys = 384, 6_000
     whole = ShardPolicy(costs=costs, imbalance=0.0).estimate(rows=rows, pairs=causal(rows, keys), tp_size=4)
-    part = costs.score_s(rows / 4, causal(rows, keys) / 4, 64, 128) + costs.select_s(rows / 4, 0, keys)
+    own = largest_shard(rows, causal(rows, keys), 4)
+    part = costs.score_s(own, causal(rows, keys) / 4, 64, 128) + costs.select_s(own, 0, keys)
     # A rank's rows are as wide as the whole step's: all keys are there.
     assert whole.sharded_s == pytest.approx(part + (whole.exchange_s or 0.0))
 
@@ -76,6 +78,20 @@ def test_chunks_are_those_that_index_topk_cuts() -> None:
             plan = selection_index.index_plan(rows, keys, topk, budget, choice)
             assert not plan.staged and chunks_of(rows, keys, budget) == -(-rows // plan.rows)
     assert chunks_of(3, 1 << 30) == 3 and chunks_of(0.5, 10) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("rows", "context", "ratio"), [(8192, 8192, 1), (8192, 100_000, 1), (65_536, 80_000, 4)])
+def test_the_largest_shard_is_the_planners(rows: int, context: int, ratio: int, ranks: int) -> None:
+    pairs = sum(n // ratio for n in range(context - rows + 1, context + 1))
+    sizes = balanced_prefill_row_shard([context], [rows], ratio, ranks)
+    assert sizes is not None and max(sizes) == sizes[0]
+    assert largest_shard(rows, pairs, ranks, ratio) == pytest.approx(sizes[0], rel=0.01)
+
+
+def test_the_largest_of_many_short_requests_has_an_even_share_or_more() -> None:
+    assert 8192 / 4 <= largest_shard(8192, 8192 * 500, 4) <= 8192
+    assert largest_shard(10, 55, 1) == 10 and largest_shard(3, 0, 2) == 1.5
 
 
 def test_pools_share_columns_and_fewer_ids_cost_less() -> None:

@@ -38,7 +38,7 @@ def test_an_exchange_in_short(tmp_path: Path) -> None:
     assert "| 65,536 | 1,442 / 1,442 | 1,442 / 2,784 | 1,442 / 2,784 | 186 | 95 |" in text
     flat = text.replace("\n", " ")
     assert "grouped is faster by more than 5% in 8 (with a pitch: at 4,096, 65,536 rows)" in flat
-    assert "all sizes together fit 100 us + bytes at 200 GB/s" in flat and "of the time up to 32 rows" in flat
+    assert "all sizes together fit 100 us + bytes at 200 GB/s" in flat and "of the device's time up to 32 rows" in flat
 
 
 def test_the_models_check(tmp_path: Path) -> None:

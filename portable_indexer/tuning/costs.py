@@ -26,6 +26,16 @@ def width_of(rows: float, pairs: float, compress_ratio: int = 1) -> float:
     return pairs / rows + (rows - 1) / (2 * compress_ratio) if rows else 0.0
 
 
+def largest_shard(rows: float, pairs: float, ranks: int, compress_ratio: int = 1) -> float:
+    """Rows of the first of `ranks` shards with equal pairs: the largest, since its rows have the fewest keys.
+
+    Judged as `width_of` does, exact for one causal request.
+    """
+    before = max(width_of(rows, pairs, compress_ratio) - rows / compress_ratio, 0.0)
+    first = compress_ratio * (math.sqrt(before**2 + 2 * pairs / (ranks * compress_ratio)) - before)
+    return min(max(first, rows / ranks), rows)
+
+
 def padded(columns: float) -> int:
     """The power of two that a row of so many columns is padded to."""
     return 1 << max(math.ceil(columns) - 1, 0).bit_length()
