@@ -34,6 +34,7 @@ def group_words(
     first_request: int,
     logits_budget: int,
     key_budget: int,
+    most_keys: int | None = None,
 ) -> tuple[int, ...]:
     """Cut prefill requests into groups, greedily and in order.
 
@@ -43,6 +44,7 @@ def group_words(
         first_request: number of the first one in the step.
         logits_budget: bytes that rows x keys float32 logits of one chunk may take.
         key_budget: packed keys that one gather may hold.
+        most_keys: keys of the longest request or more, where that is known.
 
     Returns:
         One integer for each group: its ``key_base`` above, its ``request_start`` in the low 32 bits.
@@ -50,11 +52,9 @@ def group_words(
     A group of several requests keeps both budgets. A request that breaks the logits budget alone is a group
     by itself and is cut along its rows. Raises ValueError where a request alone breaks the key budget.
     """
-    if max(key_lens) > key_budget:
-        request = next(request for request, own in enumerate(key_lens) if own > key_budget)
-        raise ValueError(
-            f"request {first_request + request} has {key_lens[request]} keys, more than key_budget = {key_budget}"
-        )
+    for request, own in enumerate(key_lens if (most_keys or max(key_lens)) > key_budget else ()):
+        if own > key_budget:
+            raise ValueError(f"request {first_request + request} has {own} keys, more than key_budget = {key_budget}")
     pairs_budget, row = logits_budget // LOGIT_BYTES, query_starts[0]
     words, base, keys = [first_request], 0, key_lens[0]
     for request, own in enumerate(key_lens[1:], 1):
@@ -67,13 +67,13 @@ def group_words(
 
 def groups_of(words: Sequence[int], query_starts: Sequence[int], first_request: int, total_keys: int) -> list[KeyGroup]:
     """The groups that ``group_words`` cut, with rows and keys."""
-    requests = [word & 0xFFFFFFFF for word in words] + [first_request + len(query_starts) - 1]
-    bases = [word >> 32 for word in words] + [total_keys]
-    rows = [query_starts[request - first_request] for request in requests]
-    return [
-        KeyGroup(*(requests[i], requests[i + 1], rows[i], rows[i + 1], bases[i], bases[i + 1] - bases[i]))
-        for i in range(len(words))
-    ]
+    groups, end_row, end = [], query_starts[-1], first_request + len(query_starts) - 1
+    for word in reversed(words):
+        base, begin = word >> 32, word & 0xFFFFFFFF
+        row = query_starts[begin - first_request]
+        groups.append(KeyGroup(begin, end, row, end_row, base, total_keys - base))
+        end, end_row, total_keys = begin, row, base
+    return groups[::-1]
 
 
 def rows_a_chunk(group: KeyGroup, logits_budget: int) -> int:
@@ -81,6 +81,8 @@ def rows_a_chunk(group: KeyGroup, logits_budget: int) -> int:
 
     At least 1, also where a single row's logits exceed the budget.
     """
-    rows = group.token_end - group.token_start
-    most = max(1, logits_budget // (LOGIT_BYTES * max(1, group.total_keys)))
-    return max(1, -(-rows // max(1, -(-rows // most))))
+    rows, keys = group.token_end - group.token_start, group.total_keys
+    if rows * keys * LOGIT_BYTES <= logits_budget:
+        return rows or 1
+    most = logits_budget // (LOGIT_BYTES * keys) or 1
+    return -(-rows // -(-rows // most))

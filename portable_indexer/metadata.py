@@ -279,7 +279,7 @@ class IndexerMetadataBuilder:
         total, rows = sum(keys), starts[-1] - starts[0]
         words: tuple[int, ...] = (num_decodes,)
         if total > most or total * rows * LOGIT_BYTES > logits_budget:
-            words = group_words(starts, keys, num_decodes, logits_budget, most)
+            words = group_words(starts, keys, num_decodes, logits_budget, most, longest)
         if total > self.max_keys:
             raise ValueError(f"the prefill requests have {total} keys, more than max_keys = {self.max_keys}")
         # No request has more keys than tokens, nor, but for odd ones, more rows. Every step pays for this: comparisons

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, overload
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from portable_indexer.step_metadata import Lease
 
 # Chunks of a group that are cut together: cheaper than one by one, and the first is soon at hand.
-CUT_TOGETHER = 64
+CUT_TOGETHER = 32
 
 
 class PrefillChunk(NamedTuple):
@@ -58,16 +58,14 @@ class PrefillChunks(Sequence[PrefillChunk]):
 
     def __init__(self, groups: Sequence[KeyGroup], logits_budget: int, lease: Lease) -> None:
         self._groups, self._lease = groups, lease
-        self._tokens: list[int] = []  # first row of each chunk, and the end of the last
-        self._owners: list[int] = []  # number of each chunk's group
-        for number, group in enumerate(groups):
-            starts = range(group.token_start, group.token_end, rows_a_chunk(group, logits_budget))
-            self._tokens += starts
-            self._owners += [number] * len(starts)
-        if groups:
-            self._tokens.append(groups[-1].token_end)
-        self._keys: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each group
-        self._chunks: list[PrefillChunk | None] = [None] * len(self._owners)
+        self._sizes: list[int] = []  # rows of each group's chunks
+        self._begins = [0]  # number of each group's first chunk, then of all chunks
+        for group in groups:
+            size = rows_a_chunk(group, logits_budget)
+            self._sizes.append(size)
+            self._begins.append(self._begins[-1] - (group.token_start - group.token_end) // size)
+        self._keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by group
+        self._chunks: list[PrefillChunk | None] = [None] * self._begins[-1]
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -90,27 +88,27 @@ class PrefillChunks(Sequence[PrefillChunk]):
         return f"{type(self).__name__}(<{len(self)} chunks>)"
 
     def _cut(self, wanted: int) -> PrefillChunk:
-        """Cut a chunk and its neighbours: rows, keys and requests of one follow those of the one before."""
-        buffers, groups = self._lease.buffers(), self._groups
-        if not self._keys:
-            counts = [group.request_end - group.request_start + 1 for group in groups]
-            key_starts = _parts(buffers.key_starts, groups[0].request_start, counts)
-            key_to_req = _parts(buffers.key_to_req, 0, [group.total_keys for group in groups])
-            self._keys = list(zip(key_starts, key_to_req, strict=True))
-        begin = wanted - wanted % CUT_TOGETHER
-        tokens, owners = self._tokens[begin : begin + CUT_TOGETHER + 1], self._owners[begin : begin + CUT_TOGETHER]
-        rows = list(map(operator.sub, tokens[1:], tokens))
-        all_ks, all_ke = (_parts(bound, tokens[0], rows) for bound in (buffers.cu_seqlen_ks, buffers.cu_seqlen_ke))
-        cut = []
-        for owner, token, end, ks, ke in zip(owners, tokens, tokens[1:], all_ks, all_ke, strict=False):
-            request_start, request_end, first, _, _, total = groups[owner]
-            keys = self._keys[owner]
-            cut.append(PrefillChunk(token, end, request_start, request_end, ks, ke, *keys, total, token > first))
-        self._chunks[begin : begin + len(cut)] = cut
+        """Cut a chunk, and those of its group that are cut together with it."""
+        buffers, at = self._lease.buffers(), bisect_right(self._begins, wanted) - 1
+        request_start, request_end, first, last, base, total = self._groups[at]
+        keys = self._keys.get(at)
+        if keys is None:
+            key_starts = buffers.key_starts[request_start + at : request_end + at + 1]
+            keys = self._keys[at] = key_starts, buffers.key_to_req[base : base + total]
+        size, number = self._sizes[at], wanted - self._begins[at]
+        number -= number % CUT_TOGETHER
+        begin, start = self._begins[at] + number, first + number * size
+        count = min(CUT_TOGETHER, self._begins[at + 1] - begin)
+        end = min(start + count * size, last)
+        all_ks: Sequence[torch.Tensor] = [buffers.cu_seqlen_ks[start:end]]
+        all_ke: Sequence[torch.Tensor] = [buffers.cu_seqlen_ke[start:end]]
+        if count > 1:
+            rows = [size] * (count - 1) + [end - start - size * (count - 1)]
+            all_ks, all_ke = all_ks[0].split_with_sizes(rows), all_ke[0].split_with_sizes(rows)
+        cut, token = [], start
+        for ks, ke in zip(all_ks, all_ke, strict=True):
+            stop = min(token + size, end)
+            cut.append(PrefillChunk(token, stop, request_start, request_end, ks, ke, *keys, total, token > first))
+            token = stop
+        self._chunks[begin : begin + count] = cut
         return cut[wanted - begin]
-
-
-def _parts(whole: torch.Tensor, begin: int, sizes: list[int]) -> Sequence[torch.Tensor]:
-    """Neighbouring parts of these sizes."""
-    part = whole[begin : begin + sum(sizes)]
-    return part.split_with_sizes(sizes) if len(sizes) > 1 else (part,)
