@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# A small DeepSeek-V4-shaped model in vLLM's CPU build 0.32, two ranks, with the plugin. Minutes, 3.5 GB of disk.
+# A small DeepSeek-V4-shaped model in whole engines of vLLM's CPU build 0.32, one rank and two, with and without the
+# plugin. Minutes, 3.5 GB of disk.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=.venv-vllmcpu

@@ -7,10 +7,10 @@ Triton kernels are interpreted.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from portable_indexer.vllm_plugin.on_import import when_imported
 
 OUT = "PORTABLE_INDEXER_E2E"
+FORGET = "PORTABLE_INDEXER_E2E_FORGET"  # ids that attention does not get to see, to prove that answers need them
 
 
 def prepare() -> None:
@@ -27,8 +28,9 @@ def prepare() -> None:
     when_imported("triton.runtime.interpreter", _masked_store)
     when_imported("vllm._aiter_ops", _register)
     when_imported("vllm.model_executor.layers.sparse_attn_indexer", _redirect)
-    when_imported("vllm.models.deepseek_v4.cpu.cpu_mla", _tile_scheduler)
-    when_imported("vllm.model_executor.model_loader.weight_utils", _weights)
+    when_imported("vllm.models.deepseek_v4.cpu.cpu_mla", _mla)
+    when_imported("vllm.v1.worker.utils", _zeroer)
+    when_imported("vllm.v1.attention.backends.mla.sparse_swa", _window)
 
 
 def _cpu_backend(module: ModuleType) -> None:
@@ -51,13 +53,13 @@ def _register(module: ModuleType) -> None:
 
 
 def _redirect(module: ModuleType) -> None:
-    """The layer's CPU path becomes the ROCm one; what it chose, and what it would have chosen, is kept on disk."""
+    """The layer's CPU path becomes the ROCm one; what it was asked and what it chose is kept on disk."""
     import torch
 
     calls: dict[str, int] = defaultdict(int)
 
     def forward(self: Any, hidden_states: Any, q_quant: Any, k: Any, weights: Any) -> Any:
-        from vllm.forward_context import get_forward_context, override_forward_context
+        from vllm.forward_context import get_forward_context
         from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
 
         torch.accelerator.empty_cache = lambda: None
@@ -87,23 +89,22 @@ def _redirect(module: ModuleType) -> None:
             return ids
         mine = context.attn_metadata[prefix]
         rows = mine.num_decode_tokens + mine.num_prefill_tokens
+        request, visible = _rows(mine)
         found = {
             "ids": ids[:rows, : self.topk_tokens].clone(),
             "decode": mine.num_decode_tokens,
-            "requests": (mine.num_decodes, mine.num_prefills),
             "sizes": getattr(mine.prefill, "row_shard_sizes", None),
+            "chunks": [chunk.skip_kv_gather for chunk in mine.prefill.chunks] if mine.prefill is not None else [],
+            "q": q_quant[:rows].view(torch.uint8).clone(),
+            "weights": call["weights"][:rows].clone(),
+            "request": request,
+            "visible": visible,
         }
-        if found["sizes"] is not None:
-            # The same step again, replicated, into buffers of its own: by the plugin, and by vLLM's op alone.
-            from portable_indexer.vllm_plugin.step import with_metadata
-
-            whole = replace(mine, prefill=replace(mine.prefill, row_shard_sizes=None))
-            stock = sys.modules["vllm._aiter_ops"].rocm_aiter_sparse_attn_indexer.__portable_indexer_original__
-            for name, function in (("replicated", op), ("stock", stock)):
-                buffer = torch.full_like(self.topk_indices_buffer, -3)
-                with override_forward_context(with_metadata(context, prefix, whole)):
-                    function(**call | {"topk_indices_buffer": buffer})
-                found[name] = buffer[:rows, : self.topk_tokens].clone()
+        # Attention adds in the order of the ids; vLLM's kernels and this package's order them differently.
+        ordered = torch.where(ids < 0, torch.iinfo(ids.dtype).max, ids).sort(dim=1).values
+        for entry in map(int, os.environ.get(FORGET, "").split()):
+            ordered[ordered == entry] = torch.iinfo(ids.dtype).max
+        ids.copy_(torch.where(ordered == torch.iinfo(ids.dtype).max, -1, ordered))
         rank = torch.distributed.get_rank()
         torch.save(found, Path(os.environ[OUT]) / f"{prefix}-{calls[prefix]:04d}-rank{rank}.pt")
         calls[prefix] += 1
@@ -113,30 +114,42 @@ def _redirect(module: ModuleType) -> None:
     module.SparseAttnIndexer.forward_native = forward
 
 
-def _tile_scheduler(module: ModuleType) -> None:
-    # This build's dictionary lacks a key that its caller asks for.
-    module.DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler = lambda self, tokens: defaultdict(lambda: None)
-
-
-def _weights(module: ModuleType) -> None:
-    """Weights that tell rows apart, other ones for each tensor, the same in every run of a rank."""
+def _rows(metadata: Any) -> tuple[Any, Any]:
+    """For each row its request, named by its first cache block, and how many entries it may see."""
     import torch
 
-    original, count = module.initialize_single_dummy_weight, iter(range(1 << 30))
+    request, visible = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    if metadata.decode is not None:
+        request.append(metadata.decode.block_table[: metadata.num_decodes, 0].long())
+        visible.append(metadata.decode.seq_lens[: metadata.num_decodes].flatten().long())
+    for chunk in metadata.prefill.chunks if metadata.prefill is not None else ():
+        owner = torch.searchsorted(chunk.cu_seq_lens, chunk.cu_seqlen_ks, right=True) - 1
+        request.append(chunk.block_table[owner.clamp(0, len(chunk.block_table) - 1), 0].long())
+        visible.append((chunk.cu_seqlen_ke - chunk.cu_seqlen_ks).long())
+    return torch.cat(request), torch.cat(visible)
 
-    def initialize(parameter: Any, *rest: Any, **more: Any) -> None:
-        original(parameter, *rest, **more)
-        if not torch.is_floating_point(parameter) or (parameter.dtype.itemsize == 1 and parameter.dim() < 2):
+
+def _mla(module: ModuleType) -> None:
+    # This build's dictionary lacks a key that its caller asks for.
+    module.DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler = lambda self, tokens: defaultdict(lambda: None)
+    # Its builder makes one chunk of a step; the other builds' chunks are wanted here.
+    del module.DeepseekV4CPUIndexerMetadataBuilder._split_indexer_prefill_chunks
+
+
+def _zeroer(module: ModuleType) -> None:
+    """New blocks are cleared by memset: interpreted, vLLM's kernel takes most of a run."""
+
+    def zero_block_ids(self: Any, block_ids: list[int]) -> None:
+        if not block_ids or self._meta is None:
             return
-        generator = torch.Generator().manual_seed(1000 + next(count))
-        fresh = torch.empty(parameter.shape, dtype=torch.float32).uniform_(-1, 1, generator=generator)
-        if parameter.dim() < 2:
-            fresh = 1.0 + 0.2 * fresh  # norms
-        elif parameter.dtype == torch.float32:
-            fresh = 0.05 + 0.02 * fresh.abs()  # block scales
-        elif parameter.dtype.itemsize == 2:
-            fresh = 0.05 * fresh
-        if parameter.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn):
-            parameter.data.copy_(fresh.to(parameter.dtype))
+        addresses, strides, sizes = (part.tolist() for part in self._meta[:3])
+        for address, stride, size in zip(addresses, strides, sizes, strict=True):
+            for block in block_ids:
+                ctypes.memset(address + 4 * stride * block, 0, 4 * size)
 
-    module.initialize_single_dummy_weight = initialize
+    module.KVBlockZeroer.zero_block_ids = zero_block_ids
+
+
+def _window(module: ModuleType) -> None:
+    # The CPU attention finds its window by itself, and reads nothing of what this kernel would write in minutes.
+    module._COMPUTE_SWA_INDICES_AND_LENS_KERNEL = lambda *args, **kwargs: None
