@@ -242,8 +242,11 @@ def test_a_module_that_comes_later_is_hooked_then(
         "def compute_token_to_req_indices(query_start_loc, out, num_mapped_tokens, num_tokens):\n    return out\n"
     )
     world.modules["vllm.v1.attention.ops"].__path__ = [str(tmp_path)]
-    import importlib
+    import importlib.util
 
+    found = importlib.util.find_spec(fake_vllm.MAP)
+    assert found is not None and found.loader is not None
+    assert "return out" in found.loader.get_source(fake_vllm.MAP), "who only looks sees the module's own loader"  # type: ignore[attr-defined]
     module = importlib.import_module(fake_vllm.MAP)
     assert state()["request map"].startswith("active")
     assert not original(module.compute_token_to_req_indices)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from portable_indexer import index_topk
+from portable_indexer import index_topk, pool_topk
 from portable_indexer.sharding import PrefillRowShard
 from portable_indexer.vllm_plugin import own_kernels, scratch
 from portable_indexer.vllm_plugin.own_kernels import OwnKernels, check_blocks
@@ -107,12 +108,42 @@ def test_without_a_plan_one_rank_computes_all(layer: Layer) -> None:
     assert torch.equal(layer.call["topk_indices_buffer"][2:57, :TOPK], layer.wanted[2:])
 
 
+@pytest.mark.parametrize("sizes", [(20, 35), (0, 55)])
+def test_pools_are_chosen_and_returned_as_tokens(layer: Layer, sizes: tuple[int, ...]) -> None:
+    """Keys are pools of three tokens; a row's position is any of its tokens behind its last whole pool."""
+    pool, width = 3, TOPK + 2
+    kernels = dataclasses.replace(layer.kernels, pooled=True)
+    positions = torch.zeros(57, dtype=torch.int64)
+    wanted = torch.full((57, width), -1, dtype=torch.int32)
+    for chunk in layer.chunks:
+        own = slice(chunk.token_start, chunk.token_end)
+        positions[own] = pool * chunk.cu_seqlen_ke + torch.arange(len(chunk.cu_seqlen_ke)) % pool - 1
+        wanted[own] = pool_topk(
+            layer.call["q_fp8"][own],
+            (layer.keys[chunk.request], layer.scales[chunk.request]),
+            layer.call["weights"][own],
+            chunk.cu_seqlen_ks,
+            chunk.cu_seqlen_ke,
+            TOPK,
+            pool=pool,
+            positions=positions[own].int(),
+            backend="reference",
+        )
+    call = layer.call | {"index_kpool": pool, "positions": positions}
+    assert kernels.take(call) and not kernels.take(call | {"index_kpool": 5}), "the buffer is too narrow for more"
+    for rank in range(2):
+        kernels.prefill(call, layer.chunks, PrefillRowShard(2, sizes, rank))
+    buffer = call["topk_indices_buffer"]
+    assert torch.equal(buffer[2:57, :width], wanted[2:])
+    assert (buffer[:2] == 555).all() and (buffer[57:] == 555).all() and (buffer[:, width:] == 555).all()
+
+
 def test_scratch_covers_any_step_of_the_call(layer: Layer) -> None:
     # M12: made once, for the largest step
     need = layer.kernels.workspace_bytes(layer.call, 2)
     held = scratch.scratch(torch.device("cpu"), need)
     layer.kernels.prefill(layer.call, layer.chunks, PrefillRowShard(2, (20, 35), 0))
-    assert list(scratch._held.values()) == [held]
+    assert [entry.workspace for entry in scratch._held.values()] == [held]
 
 
 @pytest.mark.parametrize(
@@ -121,12 +152,18 @@ def test_scratch_covers_any_step_of_the_call(layer: Layer) -> None:
         ("q_fp8", torch.zeros(3, HEADS, DIM, dtype=torch.bfloat16), "q is torch.bfloat16"),
         ("weights", torch.zeros(3, HEADS, dtype=torch.bfloat16), "weights are torch.bfloat16"),
         ("topk_tokens", 5000, "topk"),
+        ("q_fp8", torch.zeros(3, HEADS * DIM).to(FP8), "q is [3, 128]"),
+        ("weights", torch.zeros(3, HEADS + 1), "weights are [3, 5]"),
+        ("weights", torch.zeros(HEADS, 3).t(), "not contiguous along their rows"),
+        ("topk_indices_buffer", torch.zeros(9, TOPK, dtype=torch.int64), "the id buffer is torch.int64 [9, 16]"),
+        ("topk_indices_buffer", torch.zeros(9, TOPK - 1, dtype=torch.int32), "have up to 16 ids"),
     ],
 )
 def test_what_it_does_not_take_is_named_once(
     layer: Layer, caplog: pytest.LogCaptureFixture, name: str, value: Any, reason: str
 ) -> None:
     own_kernels._taken.cache_clear()
+    own_kernels._refuse.cache_clear()
     assert layer.kernels.take(layer.call)
     for _ in range(3):
         assert not layer.kernels.take(layer.call | {name: value})

@@ -108,6 +108,32 @@ def test_host_lengths_only_balance(world: fake_vllm.World, monkeypatch: pytest.M
     assert sum(shard(torch.tensor([105, 40]), torch.tensor([4, 17]), 1, 4, 65536)) == 21
 
 
+def test_a_step_that_cannot_be_planned_is_replicated(
+    world: fake_vllm.World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lengths that are missing or make no sense are so on every rank: none shards, and no step fails."""
+    monkeypatch.setenv("PORTABLE_INDEXER_SHARD", "on")
+    plan._refuse.cache_clear()
+    gate, shard = planned(world)
+    assert gate(config(), 1, False, 4)
+    for lengths in (None, torch.tensor([1.5, 2.5]), torch.tensor([-3, 40]), torch.tensor([40])):
+        for _ in range(2):
+            assert shard(lengths if lengths is None else lengths.clone(), QUERIES, 1, 4, 65536) is None
+    assert caplog.text.count("a step is not sharded") == 4
+    assert sum(shard(SEQS, QUERIES, 1, 4, 65536)) == 8050
+
+
+def test_a_threshold_that_is_no_field_is_none_of_the_users(world: fake_vllm.World) -> None:
+    @dataclasses.dataclass
+    class Attention:
+        backend: str = ""
+        indexer_tp_shard_min_rows = 5  # not annotated, so not a field
+
+    settings = config()
+    settings.attention_config = Attention()
+    assert plan._chosen_min_rows(settings) is None
+
+
 def test_ranks_that_differ_do_not_shard(
     world: fake_vllm.World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -217,3 +243,19 @@ def test_a_failing_kernel_leaves_vllms(monkeypatch: pytest.MonkeyPatch, caplog: 
     for _ in range(3):
         assert token_map(boundaries(2, 3), out, 5, 5).tolist() == [-5] * 5
     assert len(tried) == 1 and caplog.text.count("no such kernel") == 1
+
+
+def test_an_error_in_a_capture_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    # V12: the graph may be broken without a word from the driver, so nobody may go on with it
+    token_map, out = TokenMap(theirs), torch.zeros(8, dtype=torch.int32)
+    assert token_map(boundaries(2, 3), out, 5, 5).tolist() == [0, 0, 1, 1, 1]
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("portable_indexer.metadata.token_to_req_indices", fail)
+    monkeypatch.setattr("portable_indexer.vllm_plugin.token_map.capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        token_map(boundaries(2, 3), out, 5, 5)
+    monkeypatch.undo()
+    assert token_map(boundaries(1, 4), out, 5, 5).tolist() == [0, 1, 1, 1, 1], "and it is used again afterwards"

@@ -139,6 +139,7 @@ UNTOUCHED: dict[str, Any] = {
         setattr(metadata, "prefill", None),
     ),
     "candidate blocks": lambda world, metadata, call: call.update(candidate_blocks=torch.zeros(12, 2)),
+    "an unknown kind of graph": lambda world, metadata, call: setattr(world.context, "cudagraph_runtime_mode", None),
     "full graph": lambda world, metadata, call: setattr(world.context, "cudagraph_runtime_mode", CUDAGraphMode.FULL),
     "context parallel": lambda world, metadata, call: setattr(metadata.prefill.chunks[0], "local_total_seq_lens", 32),
     "prefill context parallel": lambda world, metadata, call: setattr(
@@ -170,6 +171,50 @@ def test_a_capture_gets_the_original(world: fake_vllm.World, monkeypatch: pytest
     metadata = fake_vllm.step(0, [chunk(0, 12)], [6, 6])
     getattr(world.modules[fake_vllm.ROCM], fake_vllm.OP)(**world.call(metadata, rows=12))
     assert len(world.calls) == 1 and world.calls[0]["metadata"] is metadata
+
+
+def test_a_capture_without_metadata_reserves_nothing(world: fake_vllm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    # V13: memory that is made inside a graph belongs to the graph
+    monkeypatch.setattr(scratch, "_held", {})
+    monkeypatch.setenv("PORTABLE_INDEXER_EXCHANGE", "padded")
+    world.tp = SimpleNamespace(world_size=2, rank_in_group=0, device_group=None, cpu_group=None)
+    for recording in (True, False):
+        monkeypatch.setattr("portable_indexer.vllm_plugin.indexer_op.capturing", lambda recording=recording: recording)
+        getattr(world.modules[fake_vllm.ROCM], fake_vllm.OP)(**world.call(None, rows=12))
+        assert bool(scratch._held) is not recording
+    assert len(world.calls) == 2
+
+
+def test_prefill_requests_without_a_single_row(world: fake_vllm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing to score and no chunk; every rank still comes to the exchange that the plan names."""
+
+    def make() -> Any:
+        metadata = fake_vllm.step(2, [], None)
+        metadata.num_prefills, metadata.prefill = 1, fake_vllm.Prefill([], 1000, [0, 0])
+        return metadata, world.call(metadata, rows=3)
+
+    final, plans, _ = on_ranks(world, monkeypatch, 2, "rocm", make)
+    assert [(plan[0].sizes, plan[0].rank) for plan in plans] == [((0, 0), 0), ((0, 0), 1)]
+    for buffer in final:
+        assert (buffer[:2] == 7).all() and (buffer[4:] == 555).all()
+
+
+def test_a_failing_op_leaves_the_forward_context(world: fake_vllm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.tp = SimpleNamespace(world_size=2, rank_in_group=0, device_group="tp", cpu_group=None)
+    monkeypatch.setattr(PrefillRowShard, "run", lambda shard, compute, *args, **more: compute())
+    metadata = fake_vllm.step(3, [chunk(3, 12)], [4, 5])
+    call = world.call(metadata, rows=12)
+    context, calls = world.context, []
+
+    def fail(name: str, given: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(world, "run_op", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        getattr(world.modules[fake_vllm.ROCM], fake_vllm.OP)(**call)
+    assert len(calls) == 2 and world.context is context and context.attn_metadata == {fake_vllm.LAYER: metadata}
 
 
 def test_metadata_of_another_kind_is_left_alone() -> None:
@@ -240,6 +285,35 @@ def test_scratch_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert larger is not first and scratch.scratch(device, 1000) is larger
 
 
+class Stream:
+    """A stream that notes whom it waited for."""
+
+    def __init__(self) -> None:
+        self.cuda_stream, self.waited = id(self), []
+
+    def wait_stream(self, other: Any) -> None:
+        self.waited.append(other)
+
+
+def test_streams_share_one_scratch_and_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    # M12 V13: graphs are recorded and steps served on other streams than vLLM profiles on
+    monkeypatch.setattr(scratch, "_held", {})
+    monkeypatch.setattr(scratch, "Workspace", lambda device, nbytes: SimpleNamespace(nbytes=nbytes))
+    profiling, serving = Stream(), Stream()
+    current = [profiling]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    device = torch.device("cuda", 0)
+    made = scratch.scratch(device, 1000)
+    assert scratch.scratch(device, 900) is made and not profiling.waited
+    current[0] = serving
+    assert scratch.scratch(device, 1000) is made and serving.waited == [profiling]
+    assert scratch.scratch(device, 1000) is made and serving.waited == [profiling], "once"
+    larger = scratch.scratch(device, 2000)
+    assert larger is not made and profiling.waited == [serving], "the smaller one's memory goes back to its stream"
+    current[0] = profiling
+    assert scratch.scratch(device, 2000) is larger and profiling.waited == [serving, serving]
+
+
 @pytest.mark.parametrize(
     ("columns", "algorithm", "least"), [(4, "grouped", 0), (6, "grouped", 18 * 4 * 4), (4, "padded", 18 * 4 * 4)]
 )
@@ -254,5 +328,5 @@ def test_the_profiling_run_reserves_what_the_exchange_needs(
     answer = getattr(world.modules[fake_vllm.ROCM], fake_vllm.OP)(**call)
     assert answer is call["topk_indices_buffer"] and (answer == 555).all()
     assert len(world.calls) == 1 and world.calls[0]["metadata"] is None, "the original reserves its own"
-    held = sum(workspace.nbytes for workspace in scratch._held.values())
+    held = sum(entry.workspace.nbytes for entry in scratch._held.values())
     assert held >= least and (held == 0) == (least == 0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portable_indexer.vllm_plugin import step
-from portable_indexer.vllm_plugin.hooks import mark
+from portable_indexer.vllm_plugin.hooks import capturing, mark
 from portable_indexer.vllm_plugin.scratch import exchange_bytes, scratch
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class IndexerOp:
         call: Call = dict(bound.arguments)
         context = get_forward_context()
         if not isinstance(context.attn_metadata, dict):
-            self._reserve(call)
+            if not capturing():
+                self._reserve(call)
             return self._original(**call)
         prefix = _layer_name(call["k_cache_prefix"])
         metadata = step.step_metadata(context, prefix, call.get("candidate_blocks"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from portable_indexer.vllm_plugin.hooks import (
     Hook,
@@ -16,8 +16,19 @@ from portable_indexer.vllm_plugin.hooks import (
     vendor,
 )
 from portable_indexer.vllm_plugin.indexer_op import Form, IndexerOp
-from portable_indexer.vllm_plugin.rocm_op import check_metadata, stand_aside
+from portable_indexer.vllm_plugin.own_kernels import OwnKernels
+from portable_indexer.vllm_plugin.rocm_op import (
+    DEFINED_IN,
+    active,
+    check_metadata,
+    gather_function,
+    own_or_none,
+    stand_aside,
+)
 from portable_indexer.vllm_plugin.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
 
 OP = "sparse_attn_indexer_kpool"
 _REQUIRED = {
@@ -57,7 +68,8 @@ def _width(call: dict[str, Any]) -> int:
 def _whole(call: dict[str, Any], metadata: Any, context: Any) -> bool:
     """Steps in which every prompt fits into the top-k are filled in without scores, on every rank."""
     longest = metadata.prefill.max_prefill_seq_len
-    return bool(call["use_fp4_cache"] or call["positions"] is None or longest <= call["topk_tokens"])
+    unknown = call["use_fp4_cache"] or call["positions"] is None or call["index_kpool"] < 2
+    return bool(unknown or longest <= call["topk_tokens"])
 
 
 FORM = Form(
@@ -65,6 +77,17 @@ FORM = Form(
     width=_width,
     whole=_whole,
 )
+
+
+def _own_kernels(module: ModuleType) -> OwnKernels:
+    """Pools come out of the cache by the gather that the op itself imports, in the layout that it asks for."""
+    gather = gather_function(__import__(DEFINED_IN, fromlist=[OP]))
+
+    def gather_chunk(call: dict[str, Any], chunk: Any, k: torch.Tensor, scales: torch.Tensor) -> None:
+        gather(call["kv_cache"], k, scales, chunk.block_table, chunk.cu_seq_lens, token_to_seq=chunk.token_to_seq)
+
+    fp8 = attribute(module, "current_platform").fp8_dtype()
+    return OwnKernels("q_quant", fp8, attribute(module, "current_workspace_manager"), gather_chunk, pooled=True)
 
 
 def _apply(module: ModuleType, settings: Settings) -> str:
@@ -77,9 +100,10 @@ def _apply(module: ModuleType, settings: Settings) -> str:
     if not {"num_prefills", "num_decodes", "num_decode_tokens", "max_prefill_seq_len"} <= names_in(original):
         raise Inactive("this vLLM's op does not read the step's metadata in the known way")
     check_metadata()
-    function = IndexerOp(original, signature, FORM, None).function(getattr(module, "eager_break_during_capture", None))
+    own = own_or_none(settings, lambda: _own_kernels(module))
+    function = IndexerOp(original, signature, FORM, own).function(getattr(module, "eager_break_during_capture", None))
     rebind(original, function)
-    return "prefill rows are sharded and exchanged, scored and selected by vLLM's kernels"
+    return active(own)
 
 
 HOOK = Hook("GLM k-pool op (AMD)", "vllm.models.glm5next.amd.sparse_indexer", _apply)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 Callback = Callable[[ModuleType], None]
 
@@ -76,6 +77,10 @@ class _Loader(Loader):
 
     def __init__(self, loader: Loader, name: str) -> None:
         self._loader, self._name = loader, name
+
+    def __getattr__(self, name: str) -> Any:
+        # Whoever finds the module without importing it may ask its loader for source, code or resources.
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

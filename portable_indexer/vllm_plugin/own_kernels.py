@@ -29,28 +29,46 @@ class OwnKernels:
         manager: vLLM's ``current_workspace_manager``.
         gather: ``gather(call, chunk, k, scales)`` copies a chunk's keys out of the cache: k [keys, head_dim] of
             ``fp8``, scales [keys, 4] bytes of float32.
+        pooled: whether keys are pools of ``index_kpool`` tokens, and the ids those of tokens.
     """
 
     q: str
     fp8: torch.dtype
     manager: Callable[[], Any]
     gather: Callable[[dict[str, Any], Any, torch.Tensor, torch.Tensor], None]
+    pooled: bool = False
 
     def take(self, call: dict[str, Any]) -> bool:
         """Whether a fast backend serves these arguments; the answer, with its reason, is logged once."""
-        q, weights = call[self.q], call["weights"]
-        return _taken(q.device, q.dtype, weights.dtype, self.fp8, q.shape[1], q.shape[2], call["topk_tokens"])
+        q, weights, ids = call[self.q], call["weights"], call["topk_indices_buffer"]
+        if q.dim() != 3 or weights.dim() != 2 or weights.shape[1] != q.shape[1]:
+            _refuse(f"q is {list(q.shape)} and weights are {list(weights.shape)}")
+            return False
+        if not _taken(q.device, q.dtype, weights.dtype, self.fp8, q.shape[1], q.shape[2], self._keys_a_row(call)):
+            return False
+        width = call["topk_tokens"] + (call["index_kpool"] - 1 if self.pooled else 0)
+        if str(ids.dtype) != "torch.int32" or ids.shape[1] < width:
+            _refuse(f"the id buffer is {ids.dtype} {list(ids.shape)}, and rows have up to {width} ids")
+            return False
+        if q.stride(2) != 1 or weights.stride(1) != 1 or ids.stride(1) != 1:
+            _refuse("q, weights or the id buffer are not contiguous along their rows")
+            return False
+        return True
+
+    def _keys_a_row(self, call: dict[str, Any]) -> int:
+        topk: int = call["topk_tokens"]
+        return topk // call["index_kpool"] if self.pooled else topk
 
     def workspace_bytes(self, call: dict[str, Any], ranks: int) -> int:
         """Bytes for the largest step of these arguments, the exchange included."""
         rows, columns = call["topk_indices_buffer"].shape
         _, heads, dim = call[self.q].shape
-        return _workspace_bytes(rows, call["total_seq_lens"], call["topk_tokens"], heads, dim, ranks, columns)
+        return _workspace_bytes(rows, call["total_seq_lens"], self._keys_a_row(call), heads, dim, ranks, columns)
 
     def warm_up(self, call: dict[str, Any]) -> None:
         """Compile before serving."""
         q = call[self.q]
-        _warm_up(q.device, q.shape[1], q.shape[2], call["topk_tokens"])
+        _warm_up(q.device, q.shape[1], q.shape[2], self._keys_a_row(call))
 
     def prefill(self, call: dict[str, Any], chunks: list[Any], shard: PrefillRowShard | None) -> None:
         """Fill this rank's rows of the id buffer; all prefill rows where there is no shard."""
@@ -58,9 +76,11 @@ class OwnKernels:
 
         from portable_indexer.api import index_topk
         from portable_indexer.exchange.records import checking
+        from portable_indexer.pools import pool_topk
 
         q, weights, topk = call[self.q], call["weights"], call["topk_tokens"]
         buffer, keys = call["topk_indices_buffer"], call["total_seq_lens"]
+        positions = call["positions"].to(torch.int32) if self.pooled else None
         all_k, all_scales = self.manager().get_simultaneous(
             ((keys, call["head_dim"]), self.fp8), ((keys, 4), torch.uint8)
         )
@@ -79,8 +99,13 @@ class OwnKernels:
                 if part is None:
                     continue
                 start, end, ks, ke = part
-            own, kv = slice(start, end), (k, scales.view(torch.float32))
-            index_topk(q[own], kv, weights[own], ks, ke, topk, out=buffer[own], workspace=workspace)
+            own = slice(start, end)
+            asked = (q[own], (k, scales.view(torch.float32)), weights[own], ks, ke, topk)
+            if positions is None:
+                index_topk(*asked, out=buffer[own], workspace=workspace)
+            else:
+                pool, at = call["index_kpool"], positions[own]
+                pool_topk(*asked, pool=pool, positions=at, out=buffer[own], workspace=workspace)
 
 
 def check_blocks(cache: torch.Tensor, chunk: Any) -> None:
@@ -121,8 +146,13 @@ def _taken(
 ) -> bool:
     reason = _why_not(device, q_dtype, weights_dtype, k_dtype, num_heads, head_dim, topk)
     if reason is not None:
-        log.warning("portable_indexer, kernels: vLLM's are used: %s", reason)
+        _refuse(reason)
     return reason is None
+
+
+@lru_cache(maxsize=32)
+def _refuse(reason: str) -> None:
+    log.warning("portable_indexer, kernels: vLLM's are used: %s", reason)
 
 
 def _why_not(

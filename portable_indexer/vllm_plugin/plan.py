@@ -79,7 +79,11 @@ class Planner:
         policy = self._policy
         if self._least is not None:
             policy = dataclasses.replace(policy, min_rows=self._least, environment=False)
-        sizes = balanced_prefill_row_shard(seq_lens_cpu, query_lens_cpu, compress_ratio, tp_size, policy=policy)
+        try:
+            sizes = balanced_prefill_row_shard(seq_lens_cpu, query_lens_cpu, compress_ratio, tp_size, policy=policy)
+        except (TypeError, ValueError) as error:  # The same lengths on all ranks, so they all come here.
+            _refuse(f"{type(error).__name__}: {error}")
+            return None
         # vLLM's own exchange, which serves CUDA, was written for shards that are never empty.
         return sizes if sizes is None or self._platform != "cuda" else _none_empty(sizes)
 
@@ -137,9 +141,16 @@ def _chosen_min_rows(vllm_config: Any) -> int | None:
     value = getattr(config, "indexer_tp_shard_min_rows", None)
     if value is None or not dataclasses.is_dataclass(config):
         return None
-    field = next(f for f in dataclasses.fields(config) if f.name == "indexer_tp_shard_min_rows")
-    default = getattr(field.default, "default", field.default)
-    return None if value == default else int(value)
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    if "indexer_tp_shard_min_rows" not in defaults:
+        return None
+    default = defaults["indexer_tp_shard_min_rows"]
+    return None if value == getattr(default, "default", default) else int(value)
+
+
+@functools.lru_cache(maxsize=8)
+def _refuse(reason: str) -> None:
+    log.warning("portable_indexer, sharding: a step is not sharded: %s", reason)
 
 
 def _none_empty(sizes: list[int]) -> list[int] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 OP = "rocm_aiter_sparse_attn_indexer"
-_DEFINED_IN = "vllm.v1.attention.ops.rocm_aiter_mla_sparse"
+DEFINED_IN = "vllm.v1.attention.ops.rocm_aiter_mla_sparse"
 _REQUIRED = {
     "hidden_states",
     "k_cache_prefix",
@@ -79,10 +80,32 @@ def replace_in_dispatcher(op: str, function: Any) -> None:
     _libraries.append(library)
 
 
-def _own_kernels(module: ModuleType) -> OwnKernels:
-    """With the gather of vLLM's ROCm indexer module, or Inactive where it has another form."""
+def gather_function(module: ModuleType) -> Any:
+    """The cache gather of vLLM's ROCm indexer module, or Inactive where it has another form."""
     gather = attribute(module, "cp_gather_indexer_k_quant_cache_triton")
     parameters_of(gather, _GATHER, _GATHER | {"block_tile_size", "head_tile_size"})
+    return gather
+
+
+def own_or_none(settings: Settings, make: Callable[[], OwnKernels]) -> OwnKernels | None:
+    """This package's kernels where they were asked for and can stand in, else None."""
+    if settings.kernels != "ours":
+        return None
+    try:
+        return make()
+    except Inactive as reason:
+        log.warning("portable_indexer, kernels: vLLM's are used: %s", reason)
+        return None
+
+
+def active(own: OwnKernels | None) -> str:
+    """What a ROCm op's hook says of itself."""
+    who = "this package's kernels" if own is not None else "vLLM's kernels"
+    return f"prefill rows are sharded and exchanged, scored and selected by {who}"
+
+
+def _own_kernels(module: ModuleType) -> OwnKernels:
+    gather = gather_function(module)
     is_block_flat = attribute(module, "_indexer_k_is_c4a_block_flat")
     if list(inspect.signature(is_block_flat).parameters) != ["compress_ratio"]:
         raise Inactive("this vLLM chooses the cache layout in an unknown way")
@@ -122,29 +145,23 @@ def stand_aside(function: Any) -> None:
 def _apply(module: ModuleType, settings: Settings) -> str:
     if vendor(settings) != "rocm":
         raise Inactive("CUDA builds shard by themselves; the row plan's policy serves them")
-    defined_in = __import__(_DEFINED_IN, fromlist=[OP])
+    defined_in = __import__(DEFINED_IN, fromlist=[OP])
     original = attribute(module, OP)
     refuse_second(original)
     if original is not attribute(defined_in, OP):
-        raise Inactive(f"{module.__name__}.{OP} is not {_DEFINED_IN}.{OP}: somebody else has replaced it")
+        raise Inactive(f"{module.__name__}.{OP} is not {DEFINED_IN}.{OP}: somebody else has replaced it")
     signature = parameters_of(original, _REQUIRED, _KNOWN)
     stand_aside(original)
     if not {"num_prefills", "num_decodes", "num_decode_tokens", "chunks"} <= names_in(original):
         raise Inactive("this vLLM's op does not read the step's metadata in the known way")
     check_metadata()
-    own = None
-    if settings.kernels == "ours":
-        try:
-            own = _own_kernels(defined_in)
-        except Inactive as reason:
-            log.warning("portable_indexer, kernels: vLLM's are used: %s", reason)
+    own = own_or_none(settings, lambda: _own_kernels(defined_in))
     function = IndexerOp(original, signature, FORM, own).function(
         getattr(defined_in, "eager_break_during_capture", None)
     )
     replace_in_dispatcher(OP, function)
     rebind(original, function)  # for callers of the Python function, such as DeepSeek-V4.1's own indexer layer
-    who = "this package's kernels" if own is not None else "vLLM's kernels"
-    return f"prefill rows are sharded and exchanged, scored and selected by {who}"
+    return active(own)
 
 
 HOOK = Hook("ROCm indexer op", "vllm._aiter_ops", _apply)

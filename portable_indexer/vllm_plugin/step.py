@@ -46,7 +46,7 @@ def step_metadata(context: Any, prefix: str, candidates: Any) -> Any | None:
     if candidates is not None or capturing():
         return None
     # A full graph replays this very launch sequence for other steps, and no collective belongs in one.
-    if getattr(context.cudagraph_runtime_mode, "name", None) == "FULL":
+    if getattr(getattr(context, "cudagraph_runtime_mode", None), "name", "FULL") == "FULL":
         return None
     metadata = context.attn_metadata.get(prefix)
     if not all(hasattr(metadata, name) for name in METADATA_FIELDS):

@@ -119,10 +119,12 @@ def _profiling_run(tp: int) -> dict[str, Any]:
     finally:
         vllm.config.get_current_vllm_config_or_none = kept
     untouched = bool((step.call["topk_indices_buffer"] == 12345).all())
-    reserved = {key: held for key, held in scratch._held.items()}
+    reserved = {key: held.workspace for key, held in scratch._held.items()}
     ids = steps.run(step)
     rows = slice(step.metadata.num_decode_tokens, step.scenario.rows)
-    same = reserved.keys() == scratch._held.keys() and all(scratch._held[key] is held for key, held in reserved.items())
+    same = reserved.keys() == scratch._held.keys() and all(
+        scratch._held[key].workspace is held for key, held in reserved.items()
+    )
     return {
         "bytes": [held.nbytes for held in reserved.values()],
         "kept": same,
@@ -307,7 +309,7 @@ def user_rows(tp: int) -> dict[str, Any]:
 
 
 def kpool(tp: int) -> dict[str, Any]:
-    """GLM's pooled op on AMD: sharded, against the same function on the same step without shards."""
+    """GLM's pooled op on AMD: sharded, against vLLM's own function on the same step, and against the oracle."""
     module = world.import_kpool_op()
 
     def select(backend: str) -> Any:
@@ -320,16 +322,23 @@ def kpool(tp: int) -> dict[str, Any]:
     results = {}
     for name, scenario in steps.POOLED.items():
         answers = []
-        for sharded in (False, True):
+        replacement = module.sparse_attn_indexer_kpool
+        for function in (getattr(replacement, "__portable_indexer_original__", replacement), replacement):
             step = steps.build(scenario, tp)
             call = _kpool_call(step)
-            prefill = step.metadata.prefill
-            planned = prefill.row_shard_sizes
-            prefill = prefill if sharded else dataclasses.replace(prefill, row_shard_sizes=None)
-            with steps.forward(dataclasses.replace(step.metadata, prefill=prefill)):
-                module.sparse_attn_indexer_kpool(**call)
+            with steps.forward(step.metadata):
+                function(**call)
             answers.append(call["topk_indices_buffer"])
-        results[name] = {"stock": answers[0], "sharded": answers[1], "sizes": planned, "rows": scenario.rows}
+        results[name] = {
+            "stock": answers[0],
+            "found": answers[1],
+            "oracle": steps.oracle(step, pooled=True),
+            "sizes": step.metadata.prefill.row_shard_sizes,
+            "decode": step.metadata.num_decode_tokens,
+            "rows": scenario.rows,
+            "short": step.metadata.prefill.max_prefill_seq_len <= scenario.topk,
+            "exact": scenario.exact,
+        }
     return results
 
 

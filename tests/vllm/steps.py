@@ -269,26 +269,28 @@ def run(step: Step, mode: str = "NONE", metadata: Any = ...) -> torch.Tensor:
     return step.call["topk_indices_buffer"].clone()
 
 
-def oracle(step: Step) -> torch.Tensor:
-    """Ids of the prefill rows, [rows, topk], from the keys that were meant to be in the cache; -1 elsewhere."""
-    from portable_indexer import index_topk
+def oracle(step: Step, pooled: bool = False) -> torch.Tensor:
+    """Ids of the prefill rows, [rows, topk], from the keys that were meant to be in the cache; -1 elsewhere.
+
+    Pooled: ids are of tokens, those of the chosen pools and of the tail, [rows, topk + pool - 1].
+    """
+    from portable_indexer import index_topk, pool_topk
 
     scenario, meta = step.scenario, step.metadata
-    ids = torch.full((scenario.rows, scenario.topk), -1, dtype=torch.int32)
+    width = scenario.topk + (scenario.ratio - 1 if pooled else 0)
+    ids = torch.full((scenario.rows, width), -1, dtype=torch.int32)
     row = 0
     for request, (tokens, new) in enumerate(scenario.requests):
         if request >= meta.num_decodes and new and len(step.keys[request]):
-            ke = (torch.arange(tokens - new + 1, tokens + 1, dtype=torch.int32)) // scenario.ratio
+            ends = torch.arange(tokens - new + 1, tokens + 1, dtype=torch.int32)
+            ke = ends // scenario.ratio
             own = slice(row, row + new)
-            ids[own] = index_topk(
-                step.call["q_fp8"][own],
-                (step.keys[request], step.scales[request]),
-                step.call["weights"][own],
-                torch.zeros_like(ke),
-                ke.int(),
-                scenario.topk,
-                backend="reference",
-            )
+            kv = (step.keys[request], step.scales[request])
+            asked = (step.call["q_fp8"][own], kv, step.call["weights"][own], torch.zeros_like(ke), ke, scenario.topk)
+            if pooled:
+                ids[own] = pool_topk(*asked, pool=scenario.ratio, positions=ends - 1, backend="reference")
+            else:
+                ids[own] = index_topk(*asked, backend="reference")
         row += new
     return ids
 
@@ -330,4 +332,6 @@ POOLED = {
     "mixed": Scenario(((120, 1), (61, 1), (300, 90), (77, 50)), ratio=4, shuffled=True, columns=35, seed=31),
     "short prompts": Scenario(((30, 20), (32, 32)), ratio=4, shuffled=True, columns=35, seed=32),
     "one short among long ones": Scenario(((20, 20), (200, 60)), ratio=4, shuffled=True, columns=35, padded=5, seed=33),
+    "sub-chunks": Scenario(((400, 120), (64, 64)), ratio=4, shuffled=True, columns=36, rows_a_chunk=16, seed=34),
+    "exact": Scenario(((130, 1), (900, 90), (200, 70)), ratio=4, shuffled=True, columns=35, exact=True, seed=35),
 }

@@ -88,13 +88,25 @@ def test_the_cuda_op_with_our_kernels(job: Any) -> None:
             assert torch.equal(result["ids"], result["oracle"]), name
 
 
-def test_glms_pooled_op_on_amd(job: Any) -> None:
-    for entry in job("kpool", 2, **THEIRS):
+@pytest.mark.parametrize(("tp", "settings"), [(2, THEIRS), (1, OURS), (2, OURS)], ids=["vllm", "ours 1", "ours 2"])
+def test_glms_pooled_op_on_amd(job: Any, tp: int, settings: dict[str, str]) -> None:
+    for entry in job("kpool", tp, **settings):
         assert entry["state"]["GLM k-pool op (AMD)"].startswith("active"), entry["state"]
         for name, result in entry["results"].items():
-            assert len(result["sizes"]) == 2, name
-            assert torch.equal(result["sharded"], result["stock"]), name
-            assert (result["stock"][: result["rows"], :32] != 12345).all()
+            stock, found = result["stock"], result["found"]
+            rows, width = slice(result["decode"], result["rows"]), result["oracle"].shape[1]
+            assert (result["sizes"] is None) if tp == 1 else (len(result["sizes"]) == 2), name
+            assert (stock[: result["rows"], :32] != 12345).all()
+            if settings is THEIRS or result["short"]:
+                assert torch.equal(found, stock), name
+                continue
+            assert torch.equal(found[rows, :width], result["oracle"][rows]), name
+            # Decode, padded and unused rows, and columns behind the ids, are vLLM's.
+            assert torch.equal(found[: rows.start], stock[: rows.start]), name
+            assert torch.equal(found[rows.stop :], stock[rows.stop :]), name
+            assert torch.equal(found[rows, width:], stock[rows, width:]), name
+            if result["exact"]:
+                assert torch.equal(found.sort(dim=1).values, stock.sort(dim=1).values), name
 
 
 def test_replicas_do_not_mix(job: Any) -> None:
