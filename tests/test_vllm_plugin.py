@@ -282,6 +282,21 @@ def test_status_for_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "PORTABLE_INDEXER_VLLM must be one of off, auto, on" in status()["error"]
 
 
+@pytest.mark.parametrize(("mode", "kernels"), [("auto", "vllm"), ("off", "ours")])
+def test_doctor_says_how_the_switches_stand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str, kernels: str
+) -> None:
+    from portable_indexer.cli import main
+
+    monkeypatch.setenv("PORTABLE_INDEXER_VLLM", mode)
+    monkeypatch.setenv("PORTABLE_INDEXER_VLLM_KERNELS", kernels)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    found = status() | {"vllm": "0.33.0", "entry_point": True}
+    monkeypatch.setattr("portable_indexer.vllm_plugin.status", lambda: found)
+    main(["doctor", "--no-self-test"])
+    assert f"vLLM       0.33.0, would load the plugin: mode {mode}, kernels {kernels}\n" in capsys.readouterr().out
+
+
 def test_the_package_declares_the_entry_point() -> None:
     tomllib = pytest.importorskip("tomllib")
     from pathlib import Path

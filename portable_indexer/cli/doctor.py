@@ -213,6 +213,8 @@ def _print(report: dict[str, Any]) -> None:
     vllm = report.get("vllm")
     if vllm:
         state = "would load the plugin" if vllm["would_load"] else "does not load the plugin"
+        if vllm.get("mode"):
+            state += f": mode {vllm['mode']}, kernels {vllm['kernels']}"
         print(f"vLLM       {vllm['vllm'] + ', ' + state if vllm['vllm'] else 'not installed'}")
     if "self_test" in report:
         print(f"self-test  {report['self_test']}")
