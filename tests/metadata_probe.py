@@ -22,16 +22,23 @@ TARGETS = {
 }
 
 
+FORMS = ("plain", "spread", "flag", "tuple", "scratch")
+
+
 class Launcher:
     """A launcher as Triton's are: Python around a C function, here one that records.
 
-    ``form``: arguments one by one behind the rest, as one tuple, or with scratch memory by the size of the grid.
+    ``form``: arguments one by one behind the rest, the same with a flag before the grid, as one tuple behind a flag, or
+    with scratch memory by the size of the grid.
     """
 
     def __init__(self, form: str, launches: list[tuple[Any, ...]]) -> None:
         self.form, self.calls = form, 0
 
         def launch(*given: Any) -> None:
+            if form == "flag":
+                flag, *given = given  # type: ignore[assignment]
+                assert flag == "cooperative"
             if form == "tuple":
                 flag, x, y, z, stream, function, packed, *hooks, given_arguments = given
                 assert flag == "cooperative"
@@ -49,7 +56,8 @@ class Launcher:
             self.launch("cooperative", x, y, z, stream, function, *arguments[:4], arguments[4:])
         else:
             scratch = x * y * z if self.form == "scratch" else None
-            self.launch(x, y, z, stream, function, False, scratch, *arguments)
+            before = ("cooperative",) if self.form == "flag" else ()
+            self.launch(*before, x, y, z, stream, function, False, scratch, *arguments)
 
 
 class RecordingDriver:
@@ -126,7 +134,7 @@ def same_arguments(driver: RecordingDriver, metadata: Any) -> dict[str, list[boo
     torch.cuda.current_device = lambda: 0
     ints, words = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
     same: dict[str, list[bool]] = {}
-    for driver.form in ("plain", "spread", "tuple", "scratch"):
+    for driver.form in FORMS:
         for hook in (None, lambda metadata: None):
             if hook is not None:
                 triton.knobs.runtime.launch_enter_hook.add(hook)
@@ -149,7 +157,7 @@ def same_arguments(driver: RecordingDriver, metadata: Any) -> dict[str, list[boo
                 # The Python around the C function runs only where it has something to do, or for a profiler.
                 calls = getattr(kept.loaded(device)._compiled.run, "calls", 2)
                 if hook is None:
-                    right = right and calls == (1 if driver.form in ("spread", "tuple") else 2)
+                    right = right and calls == (2 if driver.form in ("plain", "scratch") else 1)
                 same.setdefault(driver.form, []).append(right)
             if hook is not None:
                 triton.knobs.runtime.launch_enter_hook.remove(hook)

@@ -32,4 +32,4 @@ def test_a_hundred_steps_compile_nothing_after_the_first(target, tmp_path):  # V
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["launches"] == 2 * 101
     assert report["first"] == report["after"] == report["final"] == [1, 1]
-    assert report["same_arguments"] == {form: [True] * 4 for form in ("plain", "spread", "tuple", "scratch")}
+    assert report["same_arguments"] == {form: [True] * 4 for form in ("plain", "spread", "flag", "tuple", "scratch")}
