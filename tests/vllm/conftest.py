@@ -22,6 +22,8 @@ if os.environ.get("PORTABLE_INDEXER_VLLM_TESTS") != "1":
     collect_ignore_glob = ["*"]
 
 Job = Callable[..., list[dict[str, Any]]]
+# Jobs of the same ranks and settings that share their processes, since starting those takes longest.
+TOGETHER = ("needles", "kpool", "cuda_op", "extras")
 
 
 @pytest.fixture(scope="session")
@@ -30,17 +32,17 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     done: dict[Any, list[dict[str, Any]]] = {}
 
     def run(name: str, tp: int, ranks: int | None = None, **environment: str) -> list[dict[str, Any]]:
-        count = ranks or tp
-        key = (name, tp, count, *sorted(environment.items()))
+        names = TOGETHER if name in TOGETHER and tp == 2 else (name,)
+        key = (names, tp, ranks or tp, *sorted(environment.items()))
         if key not in done:
             out = tmp_path_factory.mktemp(name) / "out"
-            done[key] = _run(name, tp, count, environment, out)
-        return done[key]
+            done[key] = _run(names, tp, ranks or tp, environment, out)
+        return [entry | {"results": entry["results"][name]} for entry in done[key]]
 
     return run
 
 
-def _run(name: str, tp: int, ranks: int, environment: dict[str, str], out: Path) -> list[dict[str, Any]]:
+def _run(names: tuple[str, ...], tp: int, ranks: int, environment: dict[str, str], out: Path) -> list[dict[str, Any]]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTABLE_INDEXER_")}
     clean |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} | environment
     with socket.socket() as listener:
@@ -48,7 +50,7 @@ def _run(name: str, tp: int, ranks: int, environment: dict[str, str], out: Path)
         port = listener.getsockname()[1]
     processes = []
     for rank in range(ranks):
-        arguments = [name, *map(str, (rank, ranks, tp, port, out))]
+        arguments = [",".join(names), *map(str, (rank, ranks, tp, port, out))]
         with open(f"{out}.log{rank}", "w") as log:
             processes.append(
                 subprocess.Popen(

@@ -228,6 +228,8 @@ def _register_twice() -> dict[str, Any]:
 
 def cuda_op(tp: int) -> dict[str, Any]:
     """The CUDA op with this package's kernels, its two cache operators in PyTorch (block-flat, as they are)."""
+    if os.environ.get("PORTABLE_INDEXER_VLLM_KERNELS") != "ours":
+        return {}
     library = torch.library.Library("_C_cache_ops", "FRAGMENT")
     library.define("cp_gather_indexer_k_quant_cache(Tensor c, Tensor(a!) k, Tensor(b!) s, Tensor t, Tensor l) -> ()")
 

@@ -66,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 def _run(ranks: int, model: Path, out: Path, settings: dict[str, str]) -> None:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTABLE_INDEXER_")}
     environment = {
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PORTABLE_INDEXER_ENGINE_PATH")))),
         "PORTABLE_INDEXER_E2E": str(out),
         "CUDA_VISIBLE_DEVICES": "",
         "TRITON_INTERPRET": "1",

@@ -1,8 +1,9 @@
-"""One rank of a test job: ``python worker.py JOB RANK RANKS TP PORT OUT``. Environment variables set the plugin."""
+"""One rank of test jobs: ``python worker.py JOB,JOB RANK RANKS TP PORT OUT``. Environment variables set the plugin."""
 
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import torch
@@ -55,14 +56,17 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def main() -> None:
-    job, rank, ranks, tp, port, out = sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6]
+    names, rank, ranks, tp, port, out = sys.argv[1].split(","), *map(int, sys.argv[2:6]), sys.argv[6]
     world.start(rank, ranks, port, tp)
     import jobs
 
     from portable_indexer.vllm_plugin import state
 
-    function = scenarios if job == "scenarios" else getattr(jobs, job)
-    results = function(tp)
+    results = {}
+    for name in names:
+        began = time.monotonic()
+        results[name] = (scenarios if name == "scenarios" else getattr(jobs, name))(tp)
+        print(f"{name}: {time.monotonic() - began:.1f} s")
     torch.save({"results": results, "state": state()}, f"{out}.{rank}")
 
 

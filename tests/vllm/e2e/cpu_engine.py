@@ -8,6 +8,7 @@ Triton kernels are interpreted.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import sys
 from collections import defaultdict
@@ -26,6 +27,7 @@ def prepare() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     when_imported("triton.backends", _cpu_backend)
     when_imported("triton.runtime.interpreter", _masked_store)
+    when_imported("vllm._custom_ops", _experts)
     when_imported("vllm._aiter_ops", _register)
     when_imported("vllm.model_executor.layers.sparse_attn_indexer", _redirect)
     when_imported("vllm.models.deepseek_v4.cpu.cpu_mla", _mla)
@@ -43,6 +45,28 @@ def _masked_store(module: ModuleType) -> None:
         return module._interpreter.store(ptrs.data, value.data, mask.data.astype(bool))
 
     module.InterpreterBuilder.create_masked_store = create_masked_store
+
+
+def _experts(module: ModuleType) -> None:
+    """vLLM 0.33 names the activation to its compiled library; that of 0.32 knows the default one only."""
+    original = module.fused_experts_cpu
+    signature = inspect.signature(original)
+    if "act_method" not in signature.parameters:
+        return
+
+    def fused_experts_cpu(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        operator = torch.ops._C.fused_experts_cpu
+        if len(operator.default._schema.arguments) == len(signature.parameters):
+            return original(*args, **kwargs)
+        if call.arguments.pop("act_method") != signature.parameters["act_method"].default:
+            raise ValueError("the compiled library of vLLM 0.32 has one activation")
+        return operator(**call.arguments)  # by name: the operator has another order than the function
+
+    module.fused_experts_cpu = fused_experts_cpu
 
 
 def _register(module: ModuleType) -> None:
