@@ -13,7 +13,7 @@ import torch
 
 from portable_indexer.exchange import ExchangeError
 from portable_indexer.policy import ShardPolicy
-from portable_indexer.vllm_plugin import hooks, plan, register
+from portable_indexer.vllm_plugin import alike, hooks, plan, register
 from portable_indexer.vllm_plugin.token_map import TokenMap
 
 
@@ -40,6 +40,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_vllm.World]:
     )
     monkeypatch.setattr("portable_indexer.exchange.agree", lambda policy, group: policy)
     monkeypatch.setattr("portable_indexer.exchange.self_test", lambda device, group: None)
+    monkeypatch.setattr("portable_indexer.vllm_plugin.alike.unlike_ranks", lambda tp: None)
     yield made
     hooks.states.clear()
 
@@ -148,6 +149,38 @@ def test_ranks_that_differ_do_not_shard(
     assert gate(config(), 1, False, 4) is False and gate(config(), 1, False, 4) is False
     assert asked == ["cpu"], "once, over the tensor-parallel group's CPU side"
     assert "the ranks must be set up alike" in caplog.text
+
+
+@pytest.mark.parametrize("platform", ["rocm", "cuda"])
+def test_ranks_that_are_hooked_otherwise_do_not_shard(
+    world: fake_vllm.World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, platform: str
+) -> None:
+    """Not even by vLLM's own plan: with other kernels on one rank, its exchange is another."""
+    if platform == "cuda":
+        cuda(world)
+    asked = []
+    monkeypatch.setattr("portable_indexer.vllm_plugin.alike.unlike_ranks", lambda tp: asked.append(tp) or "rank 3 ...")
+    monkeypatch.setattr("portable_indexer.exchange.agree", lambda policy, group: pytest.fail("an agreement"))
+    gate, _ = planned(world)
+    assert gate(config(), 1, False, 4) is False and gate(config(), 1, False, 4) is False
+    assert asked == [world.tp] and "set up alike: rank 3 ..." in caplog.text
+
+
+def test_what_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = {"row plan": "active: x", "op": "active: ours", "request map": "active"}
+    others = [{"row plan": "active: x", "op": "active: ours"}, {"row plan": "active: x"}, {"row plan": "inactive: y"}]
+
+    def gather(answers: list[Any], mine: Any, group: Any) -> None:
+        assert mine == {"row plan": "active: x", "op": "active: ours"} and group == "cpu"
+        answers[:] = [mine, *others[: len(answers) - 1]]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(alike, "states", ours)
+    assert alike.unlike_ranks(SimpleNamespace(world_size=2, cpu_group="cpu")) is None
+    assert alike.unlike_ranks(SimpleNamespace(world_size=4, cpu_group="cpu")) == (
+        "row plan is 'inactive: y' on rank 3, 'active: x' on rank 0; "
+        "op is 'missing' on ranks 2, 3, 'active: ours' on rank 0"
+    )
 
 
 def test_a_rank_without_a_policy_still_comes_to_the_agreement(

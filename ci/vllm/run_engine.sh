@@ -20,6 +20,7 @@ for version in "${versions[@]}"; do
     echo "== an engine of vLLM $version"
     over=
     [ "$version" = 0.33 ] && over=$PWD/$venv/vllm-0.33
-    PORTABLE_INDEXER_ENGINE_PATH=$over "$venv/bin/python" -m pytest tests/vllm/test_engine.py -q "$@" || failed=1
+    PORTABLE_INDEXER_ENGINE_VERSION=$version PORTABLE_INDEXER_ENGINE_PATH=$over \
+        "$venv/bin/python" -m pytest tests/vllm/test_engine.py -q "$@" || failed=1
 done
 exit $failed

@@ -43,6 +43,7 @@ class Planner:
     def __init__(self, gate: Any, plan: Any, platform: str) -> None:
         self._gate, self._plan, self._platform = gate, plan, platform
         self._asked = False
+        self._alike = False
         self._policy: ShardPolicy | None = None
         self._least: int | None = None
 
@@ -56,9 +57,11 @@ class Planner:
             return False
         if not self._asked:
             self._asked = True
-            self._policy = _agreed_policy(vllm_config)
-            self._least = _chosen_min_rows(vllm_config)
-        return self._policy is not None or self._platform == "cuda"
+            self._alike = _alike()
+            if self._alike:
+                self._policy = _agreed_policy(vllm_config)
+                self._least = _chosen_min_rows(vllm_config)
+        return self._policy is not None or (self._alike and self._platform == "cuda")
 
     def shard(
         self,
@@ -101,6 +104,18 @@ def _rocm_gate(vllm_config: Any, dcp_world_size: int, use_pcp: bool, tp_size: in
         and not envs.VLLM_BATCH_INVARIANT
         and mode.mixed_mode() != CUDAGraphMode.FULL
     )
+
+
+def _alike() -> bool:
+    """Whether all ranks of the TP group were hooked alike; the same answer on each."""
+    from vllm.distributed import get_tp_group
+
+    from portable_indexer.vllm_plugin.alike import unlike_ranks
+
+    differences = unlike_ranks(get_tp_group())
+    if differences is not None:
+        log.warning("portable_indexer, sharding: off: the ranks must be set up alike: %s", differences)
+    return differences is None
 
 
 def _agreed_policy(vllm_config: Any) -> ShardPolicy | None:

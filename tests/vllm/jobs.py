@@ -37,6 +37,7 @@ def extras(tp: int) -> dict[str, Any]:
         "request map": _request_map(),
         "plans": _plans(tp),
         "candidates": _candidates(tp),
+        "a caller of the function": _caller(),
         "twice": _register_twice(),
     }
 
@@ -205,6 +206,15 @@ def _candidates(tp: int) -> bool:
     return with_candidates is None and without is step.metadata
 
 
+def _caller() -> bool | None:
+    """DeepSeek-V4.1's layer on AMD imports the Python function; None where this vLLM has no such layer."""
+    try:
+        from vllm.models.deepseek_v41.amd.ops import sparse_indexer
+    except ModuleNotFoundError:
+        return None
+    return hasattr(getattr(sparse_indexer, world.OP), "__portable_indexer_original__")
+
+
 def _register_twice() -> dict[str, Any]:
     """A second call changes nothing, and neither does a process that forgot the first."""
     import vllm._aiter_ops as registrar
@@ -296,6 +306,14 @@ def failing_rank(tp: int) -> dict[str, Any]:
     api.index_topk = kept
     step = steps.build(steps.SCENARIOS["one long prompt"], tp)
     return {"error": answer, "afterwards": (steps.run(step)[: step.scenario.rows], steps.oracle(step))}
+
+
+def unlike(tp: int) -> dict[str, Any]:
+    """Rank 1 has other kernels than rank 0: no plan, no exchange, and right answers all the same."""
+    step = steps.build(steps.SCENARIOS["exact"], tp)
+    rows = slice(step.metadata.num_decode_tokens, step.scenario.rows)
+    ids = steps.run(step)[rows]
+    return {"sizes": step.metadata.prefill.row_shard_sizes, "ids": ids, "oracle": steps.oracle(step)[rows]}
 
 
 def user_rows(tp: int) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Run:
     def __init__(self, out: Path, ranks: int) -> None:
         self.answers = json.loads((out / "answers.json").read_text())
         self.log = (out / "log").read_text()
+        self.version = (out / "version").read_text()
         self.names = sorted(path.name.removesuffix("-rank0.pt") for path in out.glob("*-rank0.pt"))
         self.calls = [[torch.load(out / f"{name}-rank{rank}.pt") for name in self.names] for rank in range(ranks)]
 
@@ -97,6 +98,20 @@ def sets(call: dict[str, Any]) -> torch.Tensor:
 
 def prefill_ids(call: dict[str, Any]) -> torch.Tensor:
     return call["ids"][call["decode"] :]
+
+
+def test_it_is_this_vllm_and_each_worker_is_hooked(runs: dict[str, Run]) -> None:
+    # V01
+    for name, run in runs.items():
+        assert run.version.startswith(os.environ.get("PORTABLE_INDEXER_ENGINE_VERSION", "0.3"))
+        lines = [line for line in run.log.splitlines() if "portable_indexer, " in line]
+        who = "this package's" if name.startswith("ours") else "vLLM's"
+        active = f"ROCm indexer op: active: prefill rows are sharded and exchanged, scored and selected by {who}"
+        hooked = {line.split("(", 1)[1].split(")", 1)[0] for line in lines if active in line}
+        ranks = len(run.calls)
+        workers = 0 if ENGINES[name][1]["PORTABLE_INDEXER_VLLM"] == "off" else 1 if ranks == 1 else ranks + 1
+        assert len(hooked) == workers, (name, hooked)
+        assert sum("sharding: mode on among 2 ranks" in line for line in lines) == (ranks if name in SHARDED else 0)
 
 
 def test_two_ranks_generate_what_one_does(runs: dict[str, Run]) -> None:

@@ -72,6 +72,13 @@ def test_who_plans_shards(extras: Any) -> None:
         assert results["candidates"]
 
 
+def test_callers_of_the_python_function_are_reached(extras: Any) -> None:
+    found = {results["a caller of the function"] for results in extras[1]}
+    if found == {None}:
+        pytest.skip("this vLLM has no layer that calls the op's function")
+    assert found == {True}
+
+
 def test_registered_twice(extras: Any) -> None:
     # V01
     for results in extras[1]:
@@ -124,6 +131,14 @@ def test_one_ranks_failure_reaches_all(job: Any) -> None:
     for entry in ranks:
         ids, oracle = entry["results"]["afterwards"]
         assert torch.equal(ids, oracle)
+
+
+def test_ranks_with_other_kernels_do_not_shard(job: Any) -> None:
+    for entry in job("unlike", 2, **OURS, PORTABLE_INDEXER_TEST_RANK_1="vllm"):
+        results = entry["results"]
+        assert results["sizes"] is None
+        assert torch.equal(results["ids"].sort(1).values, results["oracle"].sort(1).values)
+        assert "set up alike" in entry["log"] and "on rank 1" in entry["log"]
 
 
 @pytest.mark.parametrize(("least", "shards"), [(133, True), (134, False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -57,6 +58,9 @@ def _same(one: Any, other: Any) -> bool:
 
 def main() -> None:
     names, rank, ranks, tp, port, out = sys.argv[1].split(","), *map(int, sys.argv[2:6]), sys.argv[6]
+    own = os.environ.get("PORTABLE_INDEXER_TEST_RANK_1")
+    if own is not None and rank == 1:
+        os.environ["PORTABLE_INDEXER_VLLM_KERNELS"] = own
     world.start(rank, ranks, port, tp)
     import jobs
 

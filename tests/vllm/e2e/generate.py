@@ -1,4 +1,4 @@
-"""One run of vLLM's engine: ``generate.py TP MODEL OUT`` writes what was generated to OUT/answers.json."""
+"""One run of vLLM's engine: ``generate.py TP MODEL OUT`` writes OUT/answers.json and OUT/version."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def prompts() -> list[list[int]]:
 
 def main() -> None:
     tp, model, out = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, __version__
 
+    (out / "version").write_text(__version__)
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,
