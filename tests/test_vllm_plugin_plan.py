@@ -151,6 +151,23 @@ def test_ranks_that_differ_do_not_shard(
     assert "the ranks must be set up alike" in caplog.text
 
 
+@pytest.mark.parametrize(("kernels", "vllms"), [("vllm", True), ("ours", False)])
+def test_on_cuda_vllms_plan_stays_where_vllm_exchanges(
+    world: fake_vllm.World, monkeypatch: pytest.MonkeyPatch, kernels: str, vllms: bool
+) -> None:
+    """Without an agreement ranks may differ in how this package exchanges: it must not carry out vLLM's plan."""
+    cuda(world)
+    monkeypatch.setenv("PORTABLE_INDEXER_VLLM_KERNELS", kernels)
+
+    def differ(policy: ShardPolicy, group: Any) -> ShardPolicy:
+        raise ExchangeError("exchange algorithm is padded on rank 1, grouped on rank 0")
+
+    monkeypatch.setattr("portable_indexer.exchange.agree", differ)
+    gate, shard = planned(world)
+    assert gate(config(), 1, False, 4) is vllms
+    assert shard(SEQS, QUERIES, 1, 4, 65536) == ["vLLM's", 65536]
+
+
 @pytest.mark.parametrize("platform", ["rocm", "cuda"])
 def test_ranks_that_are_hooked_otherwise_do_not_shard(
     world: fake_vllm.World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, platform: str

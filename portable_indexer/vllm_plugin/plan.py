@@ -40,8 +40,10 @@ _PLAN_PARAMETERS = {"seq_lens_cpu", "query_lens_cpu", "compress_ratio", "tp_size
 class Planner:
     """Gate and planner of one process. Everything it decides on is the same on all ranks of a TP group."""
 
-    def __init__(self, gate: Any, plan: Any, platform: str) -> None:
+    def __init__(self, gate: Any, plan: Any, platform: str, kernels: str = "vllm") -> None:
         self._gate, self._plan, self._platform = gate, plan, platform
+        # vLLM's plan can do without an agreement only where its own exchange carries it out.
+        self._vllm_exchanges = platform == "cuda" and kernels == "vllm"
         self._asked = False
         self._alike = False
         self._policy: ShardPolicy | None = None
@@ -61,7 +63,7 @@ class Planner:
             if self._alike:
                 self._policy = _agreed_policy(vllm_config)
                 self._least = _chosen_min_rows(vllm_config)
-        return self._policy is not None or (self._alike and self._platform == "cuda")
+        return self._policy is not None or (self._alike and self._vllm_exchanges)
 
     def shard(
         self,
@@ -192,7 +194,7 @@ def _apply(module: ModuleType, settings: Settings) -> str:
     platform = vendor(settings)
     if platform == "rocm" and "is_cuda" not in names_in(gate):
         raise Inactive("this vLLM's gate is not limited to CUDA: it shards by itself, and is left to it")
-    planner = Planner(gate, plan, platform)
+    planner = Planner(gate, plan, platform, settings.kernels)
 
     @functools.wraps(gate)
     def supported(*args: Any, **kwargs: Any) -> bool:
