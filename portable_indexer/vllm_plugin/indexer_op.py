@@ -91,8 +91,11 @@ class IndexerOp:
         if shard is None or tp is None:
             compute()
         else:
+            from portable_indexer.exchange import failure_reported
+
             width = self._form.width(call)
-            staging = scratch(buffer.device, self._bytes(call, tp.world_size))
+            with failure_reported(tp.device_group):  # the others are on their way to the exchange
+                staging = scratch(buffer.device, self._bytes(call, tp.world_size))
             shard.run(compute, buffer, width, group=tp.device_group, staging=staging)
         return buffer
 

@@ -20,6 +20,8 @@ import torch
 HERE = Path(__file__).parent
 if os.environ.get("PORTABLE_INDEXER_VLLM_TESTS") != "1":
     collect_ignore_glob = ["*"]
+if os.environ.get("PORTABLE_INDEXER_ENGINE_TEST") != "1":
+    collect_ignore = ["test_engine.py"]  # needs another environment, of ci/vllm/run_engine.sh
 
 Job = Callable[..., list[dict[str, Any]]]
 # Jobs of the same ranks and settings that share their processes, since starting those takes longest.

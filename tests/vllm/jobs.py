@@ -287,25 +287,26 @@ def groups(tp: int) -> dict[str, Any]:
 
 
 def failing_rank(tp: int) -> dict[str, Any]:
-    """Rank 1's scores fail: every rank learns of it, instead of waiting in the exchange."""
+    """Rank 1's scores fail, or its scratch: every rank learns of it, instead of waiting in the exchange."""
     import portable_indexer.api as api
+    from portable_indexer.vllm_plugin import indexer_op
 
+    def failing(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("this rank fails")
+
+    errors = {}
+    for module, name in ((api, "index_topk"), (indexer_op, "scratch")):
+        step = steps.build(steps.SCENARIOS["one long prompt"], tp)
+        kept = getattr(module, name)
+        if torch.distributed.get_rank() == 1:
+            setattr(module, name, failing)
+        try:
+            steps.run(step)
+        except RuntimeError as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+        setattr(module, name, kept)
     step = steps.build(steps.SCENARIOS["one long prompt"], tp)
-    kept = api.index_topk
-    if torch.distributed.get_rank() == 1:
-
-        def failing(*args: Any, **kwargs: Any) -> None:
-            raise RuntimeError("the scores of this rank fail")
-
-        api.index_topk = failing
-    try:
-        steps.run(step)
-        answer = "no error"
-    except RuntimeError as error:
-        answer = f"{type(error).__name__}: {error}"
-    api.index_topk = kept
-    step = steps.build(steps.SCENARIOS["one long prompt"], tp)
-    return {"error": answer, "afterwards": (steps.run(step)[: step.scenario.rows], steps.oracle(step))}
+    return {"errors": errors, "afterwards": (steps.run(step)[: step.scenario.rows], steps.oracle(step))}
 
 
 def unlike(tp: int) -> dict[str, Any]:

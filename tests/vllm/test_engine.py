@@ -18,10 +18,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent / "e2e"
-pytestmark = [
-    pytest.mark.skipif(os.environ.get("PORTABLE_INDEXER_ENGINE_TEST") != "1", reason="ci/vllm/run_engine.sh runs this"),
-    pytest.mark.timeout(3600),
-]
+pytestmark = pytest.mark.timeout(3600)
 TOPK = 512
 ON = {"PORTABLE_INDEXER_VLLM": "on", "PORTABLE_INDEXER_SHARD": "on"}
 OURS = ON | {"PORTABLE_INDEXER_VLLM_KERNELS": "ours"}

@@ -126,8 +126,10 @@ def test_replicas_do_not_mix(job: Any) -> None:
 def test_one_ranks_failure_reaches_all(job: Any) -> None:
     # X04 X20
     ranks = job("failing_rank", 2, **OURS, PORTABLE_INDEXER_CHECK="1")
-    assert ranks[1]["results"]["error"] == "RuntimeError: the scores of this rank fail"
-    assert ranks[0]["results"]["error"].startswith("ExchangeError") and "rank 1 failed" in ranks[0]["results"]["error"]
+    for name in ("index_topk", "scratch"):
+        assert ranks[1]["results"]["errors"][name] == "RuntimeError: this rank fails"
+        error = ranks[0]["results"]["errors"][name]
+        assert error.startswith("ExchangeError") and "rank 1 failed" in error
     for entry in ranks:
         ids, oracle = entry["results"]["afterwards"]
         assert torch.equal(ids, oracle)
