@@ -165,7 +165,7 @@ def main() -> int:
     unique = {(row["triton"], row["arch"], variant(row)): row for row in rows}
     audited = [row for row in unique.values() if matrix["targets"][row["arch"]]["audit"]]
     if options.update:
-        record(audit, audited)
+        record(audit, audited, whole=not options.smoke)
     for row in audited:
         faults += judge(row, audit["limits"], audit["recorded"])
     if options.table:
@@ -177,8 +177,11 @@ def main() -> int:
     return int(bool(faults))
 
 
-def record(audit: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Replace the recorded counts of the targets that were compiled."""
+def record(audit: dict[str, Any], rows: list[dict[str, Any]], whole: bool) -> None:
+    """Replace the recorded counts of what was compiled; ``whole``: what the targets have no more goes, too."""
+    if whole:
+        for row in rows:
+            audit["recorded"].pop(f"{row['arch']} {'.'.join(row['triton'].split('.')[:2])}", None)
     for row in rows:
         place = f"{row['arch']} {'.'.join(row['triton'].split('.')[:2])}"
         counts = {name: row[name] for name in RECORDED if row.get(name) is not None}

@@ -12,6 +12,9 @@ from portable_indexer._checks import check_integer
 
 ALIGNMENT = 256
 DEFAULT_LOGITS_MB = 512
+_MOST_VIEWS = 256
+
+Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 def logits_budget() -> int:
@@ -56,6 +59,7 @@ class Workspace:
             held = torch.empty(size + spare, dtype=torch.uint8, device=device)
             first = -held.data_ptr() % ALIGNMENT if spare else 0
             self._buffer = held[first : first + size]
+        self._views: dict[tuple[Spec, ...], list[torch.Tensor]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -70,15 +74,24 @@ class Workspace:
 
         Raises ValueError, naming both sizes, where they do not fit.
         """
-        need = spec_bytes(*specs)
+        key = tuple((tuple(shape), dtype) for shape, dtype in specs)
+        known = self._views.get(key)
+        if known is not None:
+            return list(known)
+        need = spec_bytes(*key)
         if need > self.nbytes:
             raise ValueError(f"workspace of {self.nbytes} bytes is too small: this call needs {need}")
         views, offset = [], 0
-        for shape, dtype in specs:
-            size = math.prod(shape) * dtype.itemsize
-            views.append(self._buffer[offset : offset + size].view(dtype).view(tuple(shape)))
-            offset += _padded(size)
-        return views
+        with torch.inference_mode(False):
+            for shape, dtype in key:
+                size = math.prod(shape) * dtype.itemsize
+                views.append(self._buffer[offset : offset + size].view(dtype).view(shape))
+                offset += _padded(size)
+        # Every layer of a step asks for the same ones.
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        self._views[key] = views
+        return list(views)
 
 
 _persistent: dict[tuple[torch.device, int], Workspace] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ _MOST_TILES = 128
 
 # Compiled kernels by choice, variant, sizes and device: a kept kernel is launched without Triton looking at every
 # argument again, and none is freed while a captured graph may need it.
-_kept: dict[tuple[Any, ...], Any] = {}
+_kept: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 class Variant(NamedTuple):
@@ -94,6 +95,7 @@ def unsupported(heads: int, dim: int, keys: int) -> str | None:
     return too_many(keys)
 
 
+@lru_cache(maxsize=4096)
 def splits_for(rows: int, keys: int, choice: ScoringChoice, units: int) -> int:
     """Into how many parts each row tile's keys are split, so that programs fill the device in whole waves.
 
@@ -224,16 +226,20 @@ def _launch(
     variant: Variant,
     device: torch.device,
 ) -> None:
-    key = (choice, variant, heads, dim, device.index)
-    named = constants(choice, heads, dim, variant)
     if device.type != "cuda":
+        named = constants(choice, heads, dim, variant)
         mqa_logits_kernel[(programs,)](*arguments, **named, **choice.launch_options(variant))
         return
+    key = (choice, variant, heads, dim, device.index)
+    kept = _kept.get(key)
     with torch.cuda.device(device):
-        if key in _kept:
-            _kept[key][(programs, 1, 1)](*arguments, *named.values())
+        if kept is not None:
+            compiled, values = kept
+            compiled[(programs, 1, 1)](*arguments, *values)
         else:
-            _kept[key] = mqa_logits_kernel[(programs,)](*arguments, **named, **choice.launch_options(variant))
+            named = constants(choice, heads, dim, variant)
+            compiled = mqa_logits_kernel[(programs,)](*arguments, **named, **choice.launch_options(variant))
+            _kept[key] = compiled, tuple(named.values())
 
 
 def _keys_argument(k: torch.Tensor, choice: ScoringChoice, variant: Variant) -> Any:

@@ -9,9 +9,10 @@ decision is taken on the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,21 +24,23 @@ from portable_indexer.backends.triton_common.selection_guess import guess_thresh
 from portable_indexer.backends.triton_common.selection_mark import mark_again, mark_candidates
 from portable_indexer.backends.triton_common.selection_short import select_short
 from portable_indexer.backends.triton_common.selection_sweep import finish_rows
-from portable_indexer.workspace import spec_bytes
+from portable_indexer.workspace import Spec, spec_bytes
 
 if TYPE_CHECKING:
     from portable_indexer.workspace import Workspace
 
-Spec = tuple[tuple[int, ...], torch.dtype]
+LongKernels = tuple[KeptKernel, KeptKernel, KeptKernel, KeptKernel, KeptKernel]
 
 
 @dataclass(frozen=True)
 class SelectionChoice:
     """Tile sizes and warps of the selection kernels; they change the time of an answer, never the answer."""
 
-    short_keys: int = 8192  # rows of at most so many columns are chosen in registers
-    short_keys_per_warp: int = 1024
-    short_piece: int = 1024  # ids written at a time
+    short_keys: int = 16384  # rows of at most so many columns are chosen in registers
+    short_keys_per_warp: int = 2048
+    short_parts_per_warp: int = 1  # 2 where a wave has 64 lanes
+    short_piece_per_warp: int = 512  # keys written at a time
+    short_sample: int = 512  # keys of a row's sample
     most_sample: int = 16384  # keys of a row's sample; twice as many beyond 2^21 keys
     sample_run: int = 32  # of them side by side
     sample_keys_per_warp: int = 2048
@@ -67,22 +70,33 @@ class Plan:
     width: int
     topk: int
 
-    @property
+    @cached_property
     def short(self) -> bool:
         return self.width <= self.choice.short_keys
 
-    @property
+    @cached_property
     def sample(self) -> int:
         """Keys of the sample: a sixteenth of the longest row, within what a program can hold."""
         return max(4096, min(_power_of_two(self.width // 16), self.choice.most_sample << (self.width > 1 << 21)))
 
-    @property
+    @cached_property
     def capacity(self) -> int:
-        """Candidates that a row's list holds: more where the sample is a smaller part of the row."""
-        spread = 2 if self.width <= 24 * self.sample else 4
-        return max(spread * _power_of_two(self.topk), 1024)
+        """Candidates that a row's list holds: what a guess aims at and 4.3 deviations more, as the sample is small."""
+        part = min(self.sample / self.width, 1.0)
+        root = (4.3 + math.sqrt(4.3**2 + 4 * self.topk * part)) / 2
+        wanted = min(_power_of_two(int((root * root + 4.3 * root) / part)), 16384)
+        return max(wanted, 2 * _power_of_two(self.topk), 1024)
 
-    @property
+    @cached_property
+    def choose_warps(self) -> int:
+        return _warps(self.capacity, self.choice.choose_keys_per_warp)
+
+    @cached_property
+    def short_row(self) -> int:
+        """Keys of a row that a program of the candidates' choice holds: with no more it chooses without candidates."""
+        return min(self.choose_warps * self.choice.short_keys_per_warp, self.choice.short_keys)
+
+    @cached_property
     def tiles(self) -> int:
         return -(-self.width // self.choice.tile_keys)
 
@@ -97,27 +111,39 @@ class Plan:
             ((rows, 4), torch.uint32),
             ((rows, 2, self.tiles), torch.int32),
             ((rows, self.capacity), torch.int32),
-            ((rows, self.capacity), torch.uint32),
+            ((rows, self.capacity), torch.float32),
         )
 
     def rows_within(self, nbytes: int, rows: int) -> int:
         """Most rows, up to ``rows``, whose scratch fits into ``nbytes``; 0 if not even one's does."""
         low, high = 0, rows
         while low < high:
-            middle = (low + high + 1) // 2
+            middle = rows if low == 0 and high == rows else (low + high + 1) // 2
             if spec_bytes(*self.scratch(middle)) <= nbytes:
                 low = middle
             else:
                 high = middle - 1
         return low
 
+    @cached_property
+    def kernels(self) -> dict[int, LongKernels]:
+        """What ``long_kernels`` found, by unit."""
+        return {}
+
+
+@lru_cache(maxsize=4096)
+def plan_for(choice: SelectionChoice, width: int, topk: int) -> Plan:
+    """The plan, one object for the same sizes: what it works out once serves every layer and chunk."""
+    return Plan(choice, width, topk)
+
 
 SCRATCH_LIMIT = 256 << 20
 
 
+@lru_cache(maxsize=4096)
 def scratch_bytes(rows: int, width: int, topk: int, choice: SelectionChoice) -> int:
     """Bytes of scratch that ``top_k_per_row`` wants: for all rows, within 256 MiB unless one row takes more."""
-    plan = Plan(choice, width, topk)
+    plan = plan_for(choice, width, topk)
     return spec_bytes(*plan.scratch(max(1, plan.rows_within(SCRATCH_LIMIT, rows)))) if rows else 0
 
 
@@ -137,21 +163,30 @@ def _warps(held: int, each: int) -> int:
     return max(4, min(held // each, 16))
 
 
-def short_kernel(plan: Plan, unit: int) -> KeptKernel:
+def short_kernel(plan: Plan) -> KeptKernel:
     """The kernel that chooses rows of up to ``choice.short_keys`` columns."""
-    block = max(_power_of_two(plan.width), 1024)
+    choice, block = plan.choice, max(_power_of_two(plan.width), 1024)
+    warps = _warps(block, choice.short_keys_per_warp)
     return kept_kernel(
         select_short,
-        _warps(block, plan.choice.short_keys_per_warp),
-        ("UNIT", unit),
+        warps,
         ("BLOCK", block),
-        ("PIECE", min(plan.choice.short_piece, block)),
+        ("PARTS", warps * choice.short_parts_per_warp),
         ("SLOTS", _power_of_two(plan.topk)),
+        ("PIECE", min(warps * choice.short_piece_per_warp, block)),
+        ("SAMPLE", choice.short_sample),
     )
 
 
-def long_kernels(plan: Plan, unit: int) -> tuple[KeptKernel, KeptKernel, KeptKernel, KeptKernel, KeptKernel]:
+def long_kernels(plan: Plan, unit: int) -> LongKernels:
     """The kernels for longer rows, in the order of their launches: guess, mark, choose, mark again, finish."""
+    known = plan.kernels.get(unit)
+    if known is None:
+        known = plan.kernels[unit] = _long_kernels(plan, unit)
+    return known
+
+
+def _long_kernels(plan: Plan, unit: int) -> LongKernels:
     choice, held = plan.choice, ("CAPACITY", plan.capacity)
     row = ("UNIT", unit)
     sample = (("SAMPLE", plan.sample), ("RUN", choice.sample_run))
@@ -166,11 +201,18 @@ def long_kernels(plan: Plan, unit: int) -> tuple[KeptKernel, KeptKernel, KeptKer
         ("LOG_TILES", 4 if few else 7),
     )
     again = (("SAMPLE", min(plan.sample, plan.capacity)), ("RUN", choice.sample_run))
-    choose_warps = _warps(plan.capacity, choice.choose_keys_per_warp)
+    choose_warps = plan.choose_warps
+    short = ("SHORT", plan.short_row)
+    rows_alone = (
+        short,
+        ("PARTS", choose_warps * choice.short_parts_per_warp),
+        ("SHORT_PIECE", choose_warps * choice.short_piece_per_warp),
+        ("SHORT_SAMPLE", choice.short_sample),
+    )
     return (
-        kept_kernel(guess_threshold, _warps(plan.sample, choice.sample_keys_per_warp), row, *sample, held),
+        kept_kernel(guess_threshold, _warps(plan.sample, choice.sample_keys_per_warp), row, *sample, held, short),
         kept_kernel(mark_candidates, mark_warps, row, *tile),
-        kept_kernel(choose_candidates, choose_warps, row, *listed, *again),
+        kept_kernel(choose_candidates, choose_warps, row, *listed, *again, *rows_alone),
         kept_kernel(mark_again, mark_warps, row, *tile),
         kept_kernel(finish_rows, choice.finish_warps, row, *listed, ("CHUNK", choice.finish_chunk)),
     )
@@ -193,13 +235,13 @@ def select_rows(
     rows, width = logits.shape
     if rows == 0:
         return
-    plan = Plan(choice, width, topk)
+    plan = plan_for(choice, width, topk)
     unit = _unit(logits)
     device = logits.device
     pitch, out_pitch = logits.stride(0) // unit, out.stride(0)
     read = (logits, ks, ke)
     if plan.short:
-        short_kernel(plan, unit).launch_tensors((rows, 1), device, *read, out, pitch, out_pitch, width, topk)
+        short_kernel(plan).launch_tensors((rows, 1), device, *read, out, logits.stride(0), out_pitch, width, topk)
         return
     state, candidates = scratch[:4], scratch[4:]
     capacity, tiles, spare = plan.capacity, plan.tiles, choice.spare_programs
@@ -226,7 +268,7 @@ def top_k_per_row(
 ) -> None:
     """Choose all rows, in as many row chunks as the workspace asks for."""
     rows, width = logits.shape
-    plan = Plan(choice, width, topk)
+    plan = plan_for(choice, width, topk)
     chunk = rows if plan.short else plan.rows_within(workspace.nbytes, rows)
     if rows and not chunk:
         workspace.views(*plan.scratch(1))  # says how much is missing
@@ -247,12 +289,12 @@ def warmup_selection(device: torch.device, topk: int, choice: SelectionChoice) -
             plan = Plan(choice, width, topk)
             for unit in (1, 4):
                 if plan.short:
-                    kernel = short_kernel(plan, unit)
+                    kernel = short_kernel(plan)
                     kernel.prepare(device, f, i, i, i, 1, 1, 1, 1)
                     compiled.add(kernel)
                     continue
                 kernels = long_kernels(plan, unit)
-                state, candidates = (f, i, i, f, i, i, u), (i, i, u)
+                state, candidates = (f, i, i, f, i, i, u), (i, i, f)
                 kernels[0].prepare(device, *state, 1, 1, 1, 1)
                 kernels[1].prepare(device, *state, *candidates, 1, 1, 1, 1)
                 kernels[2].prepare(device, *state, *candidates, i, 1, 1, 1, 1, 1, 1)

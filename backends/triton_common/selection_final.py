@@ -7,6 +7,8 @@ import triton.language as tl
 
 from portable_indexer.backends.triton_common import selection_keys as keys
 from portable_indexer.backends.triton_common.selection_guess import power, sample_best, threshold_of_share
+from portable_indexer.backends.triton_common.selection_search import find_cut, logistic_guess, moments
+from portable_indexer.backends.triton_common.selection_short import choose_row
 
 
 @triton.jit
@@ -32,6 +34,23 @@ def _list_places(segment, tiles, index, pitch, TILES: tl.constexpr, LOG_TILES: t
 
 
 @triton.jit
+def _cut_of_listed(scores, limit, total, k):
+    """What ``find_cut`` says of the ``total`` scores, at least k, that reach ``limit``; -inf: all keys of the row."""
+    if limit == float("-inf"):
+        _, mean, spread = moments(scores)
+        left = mean - 3.0 * spread
+        trial = logistic_guess(mean, spread, total, k)
+        right = mean + 3.0 * spread
+    else:
+        # Above a limit they are taken for an exponential tail.
+        excess = tl.sum(tl.where(scores >= limit, scores - limit, 0.0), axis=0) / total.to(tl.float32)
+        left = limit
+        trial = limit + excess * tl.log2(total.to(tl.float32) / k.to(tl.float32)) * 0.6931
+        right = trial + 2.0 * excess
+    return find_cut(scores, keys.image(limit), total, left, trial, right, k)
+
+
+@triton.jit
 def choose_listed(
     row,
     first,
@@ -41,7 +60,7 @@ def choose_listed(
     threshold,
     segments,
     ids,
-    images,
+    scores,
     target,
     tiles,
     tile_keys,
@@ -53,19 +72,20 @@ def choose_listed(
 ):
     """Write the ids of the k best of a row's ``total`` candidates, at least k and at most CAPACITY."""
     slot = tl.arange(0, CAPACITY)
-    found = tl.load(images + row * CAPACITY + slot, mask=slot < total, other=0)
-    cut = keys.kth(found, keys.image(tl.load(threshold + row)), total, k, k)
-    ties = keys.missing_ties(found, cut, k)
+    found = tl.load(scores + row * CAPACITY + slot, mask=slot < total, other=float("-inf"))
+    cut, ties = _cut_of_listed(found, tl.load(threshold + row), total, k)
+    bound = keys.score(cut)
     used = tl.cdiv(last - first // 32 * 32, tile_keys)
     segment = segments + row * tiles * 2
-    aboves = tl.zeros((), tl.int32)
+    done = tl.zeros((), tl.int32)
     equals = tl.zeros((), tl.int32)
     for begin in range(0, total, PIECE):
         index = begin + tl.arange(0, PIECE)
+        inside = index < total
         place = row * CAPACITY + _list_places(segment, used, index, tiles, TILES, LOG_TILES)
-        piece = tl.load(images + place, mask=index < total, other=0)
-        ids_found = tl.load(ids + place, mask=index < total, other=0) + (first - start)
-        aboves, equals = keys.write_chosen(target, piece, ids_found, cut, ties, aboves, equals, k)
+        piece = tl.load(scores + place, mask=inside, other=float("-inf"))
+        ids_found = tl.load(ids + place, mask=inside, other=0) + (first - start)
+        done, equals = keys.write_chosen(target, piece, inside, ids_found, bound, ties, done, equals, k)
 
 
 @triton.jit(
@@ -79,7 +99,7 @@ def choose_listed(
         "bracket",
         "segments",
         "ids",
-        "images",
+        "scores",
         "out",
         "pitch",
         "out_pitch",
@@ -99,7 +119,7 @@ def choose_candidates(
     bracket,  # uint32 [M, 4], written in rows that fail: images around the k-th one, with the keys that reach each
     segments,  # int32 [M, 2, tiles]
     ids,  # int32 [M, CAPACITY]
-    images,  # uint32 [M, CAPACITY]
+    scores,  # float32 [M, CAPACITY]: those of the candidates
     out,  # int32 [M, k]
     pitch: tl.int64,
     out_pitch: tl.int64,
@@ -114,6 +134,10 @@ def choose_candidates(
     LOG_TILES: tl.constexpr,
     SAMPLE: tl.constexpr,
     RUN: tl.constexpr,
+    SHORT: tl.constexpr,  # keys of a row that is chosen without candidates
+    PARTS: tl.constexpr,
+    SHORT_PIECE: tl.constexpr,
+    SHORT_SAMPLE: tl.constexpr,
 ):
     """One program a row: writes its ids, or puts it on the list of those that are tried again."""
     row = tl.program_id(0).to(tl.int64)
@@ -123,9 +147,13 @@ def choose_candidates(
     length = tl.maximum(last - first, 0)
     target = out + row * out_pitch
     total = tl.load(counter + row)
+    limit = tl.load(threshold + row)
     if length <= k:
         slot = tl.arange(0, CAPACITY)
         tl.store(target + slot, tl.where(slot < length, slot + (first - start), -1), mask=slot < k)
+    elif limit != limit:
+        row_keys = logits + row * pitch * UNIT + first
+        choose_row(row_keys, target, length, first - start, k, SHORT, PARTS, SHORT_PIECE, SHORT_SAMPLE)
     elif (total >= k) & (total <= CAPACITY):
         choose_listed(
             row,
@@ -136,7 +164,7 @@ def choose_candidates(
             threshold,
             segments,
             ids,
-            images,
+            scores,
             target,
             tiles,
             tile_keys,
@@ -153,8 +181,8 @@ def choose_candidates(
         goal = tl.sqrt(k.to(tl.float32) * CAPACITY)
         share = goal / length.to(tl.float32)
         # How the sample stands for the row is known better now: from its keys that reach the first threshold.
-        limit = keys.image(tl.load(threshold + row))
-        reached = tl.sum((best >= limit).to(tl.int32), axis=0)
+        lowest = keys.image(limit)
+        reached = tl.sum((best >= lowest).to(tl.int32), axis=0)
         if (reached > 0) & (reached < groups) & (total > 0):
             missed = 1.0 - reached.to(tl.float32) / groups.to(tl.float32)
             share = (1.0 - power(missed, 1.0 / size)) * goal / total.to(tl.float32)
@@ -167,10 +195,10 @@ def choose_candidates(
         high = tl.full((), keys.ABOVE_ALL, tl.uint32)
         high_count = tl.zeros((), tl.int32)
         if total >= k:
-            low = limit
+            low = lowest
             low_count = total
         else:
-            high = limit
+            high = lowest
             high_count = total
         found = tl.where(reach > 2 * pass_by + 16, found + 1, found)
         found = tl.minimum(tl.maximum(found, low + 1), high - 1)

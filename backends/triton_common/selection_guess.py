@@ -75,21 +75,20 @@ def guess_threshold(
     SAMPLE: tl.constexpr,
     RUN: tl.constexpr,
     CAPACITY: tl.constexpr,  # candidates that a row's list holds
+    SHORT: tl.constexpr,  # keys of a row that is chosen without candidates
 ):
     """One program a row: threshold[row] such that a little more than k keys are likely to reach it.
 
-    NaN where no candidates are needed (at most k keys), -inf where all keys fit into the list.
+    NaN where no candidates are needed: at most SHORT keys, or k.
     """
     row = tl.program_id(0).to(tl.int64)
     first = tl.maximum(tl.load(ks + row), 0)
     last = tl.maximum(tl.minimum(tl.load(ke + row), width), 0)
     length = tl.maximum(last - first, 0)
-    found = tl.full((), float("-inf"), tl.float32)
-    if length <= k:
-        found = tl.full((), float("nan"), tl.float32)
+    found = tl.full((), float("nan"), tl.float32)
     if first == prefix - k:
         found = tl.load(threshold + row)
-    elif length > CAPACITY:
+    elif length > tl.maximum(SHORT, k):
         base = tl.multiple_of(logits + row * pitch * UNIT, 4 * UNIT)
         best, groups, size = sample_best(base, first, last, SAMPLE, RUN)
         part = size * groups.to(tl.float32) / length.to(tl.float32)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from portable_indexer.backends.triton_common.kept import KeptKernel
 from portable_indexer.backends.triton_common.runtime import interpreting
-from portable_indexer.backends.triton_common.selection import Plan, SelectionChoice, Spec, kept_kernel, select_rows
+from portable_indexer.backends.triton_common.selection import Plan, SelectionChoice, kept_kernel, plan_for, select_rows
 from portable_indexer.backends.triton_common.selection_stage import carry_best, stage_bounds
-from portable_indexer.workspace import spec_bytes
+from portable_indexer.workspace import Spec, spec_bytes
 
 if TYPE_CHECKING:
     from portable_indexer.workspace import Workspace
@@ -38,25 +39,35 @@ class IndexPlan:
     rows: int  # rows of a chunk
     stage_keys: int  # keys of a stage; ``keys`` where rows are scored whole
 
-    @property
+    @cached_property
     def staged(self) -> bool:
         return self.stage_keys < self.keys
 
-    @property
+    @cached_property
     def stages(self) -> int:
         return -(-self.keys // self.stage_keys) if self.staged else 1
 
-    @property
+    @cached_property
     def prefix(self) -> int:
         """Columns before a stage's own, for the best keys of the stages before."""
         return _padded(self.topk, PITCH) if self.staged else 0
 
-    @property
+    @cached_property
     def select(self) -> Plan:
-        return Plan(self.choice, self.prefix + self.stage_keys, self.topk)
+        return plan_for(self.choice, self.prefix + self.stage_keys, self.topk)
 
     def scratch(self, rows: int) -> tuple[Spec, ...]:
         """The logits of so many rows, and what choosing from them takes."""
+        known = self._scratch.get(rows)
+        if known is None:
+            known = self._scratch[rows] = self._scratch_of(rows)
+        return known
+
+    @cached_property
+    def _scratch(self) -> dict[int, tuple[Spec, ...]]:
+        return {}
+
+    def _scratch_of(self, rows: int) -> tuple[Spec, ...]:
         logits = ((rows, max(PITCH, _padded(self.prefix + self.stage_keys, PITCH))), torch.float32)
         staged: tuple[Spec, ...] = ()
         if self.staged:
@@ -67,7 +78,7 @@ class IndexPlan:
             )
         return (logits, *staged, *self.select.scratch(rows))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return spec_bytes(*self.scratch(self.rows))
 
@@ -78,6 +89,7 @@ def _even(count: int, most: int, multiple: int) -> int:
     return min(most, _padded(-(-count // chunks), multiple))
 
 
+@lru_cache(maxsize=1024)
 def index_plan(rows: int, keys: int, topk: int, logits_budget: int, choice: SelectionChoice) -> IndexPlan:
     """Chunks whose logits stay within ``logits_budget`` bytes, or one row of the shortest stage if none do.
 
@@ -97,6 +109,7 @@ def index_plan(rows: int, keys: int, topk: int, logits_budget: int, choice: Sele
     return IndexPlan(choice, keys, topk, _even(rows, stage_rows, 1), _even(keys, stage_keys, PITCH))
 
 
+@lru_cache(maxsize=1024)
 def fit_plan(rows: int, keys: int, topk: int, nbytes: int, choice: SelectionChoice) -> IndexPlan:
     """The plan with the largest logits budget whose scratch fits into ``nbytes``, or the smallest there is."""
     low, high = 0, nbytes

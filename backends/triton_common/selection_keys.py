@@ -87,28 +87,33 @@ def kth(images, lowest, reached, least, most):
 
 
 @triton.jit
-def missing_ties(images, cut, k):
-    """How many of the keys equal to ``cut`` belong to the k best, given ``cut`` from ``kth(..., k, k)``."""
-    return k - tl.sum((images > cut).to(tl.int32), axis=0)
+def write_chosen(target, scores, inside, ids, bound, ties, done, equals, k):
+    """Write the ids of one stretch of a row, in order: with ties 0 of the keys that reach ``bound``, else of those
+    above it and of ``ties`` in all equal to it.
 
-
-@triton.jit
-def write_chosen(target, images, ids, cut, ties, aboves, equals, k):
-    """Write the ids of one stretch of a row, in order: keys above ``cut``, and ``ties`` in all equal to it.
-
-    ``aboves`` and ``equals`` count such keys in the stretches before; returns them with this one's added.
-    Image 0 is never chosen, and nothing is written past slot k. A stretch holds fewer than 2^15 keys, so
-    that one sum carries both counts.
+    ``done`` ids and ``equals`` such keys came in the stretches before; returns them with this one's added. Nothing
+    is written past slot k. ``scores`` has -inf or NaN where a place is not ``inside``; NaN is equal to -inf.
     """
-    above = images > cut
-    equal = (images == cut) & (images != 0)
-    both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
-    upto = tl.cumsum(both, axis=0)
-    rank = equals + (upto >> 16)
-    slot = aboves + (upto & 0xFFFF) + tl.minimum(rank, ties) - 1
-    tl.store(target + slot, ids, mask=(above | (equal & (rank <= ties))) & (slot < k))
-    total = tl.sum(both, axis=0)
-    return aboves + (total & 0xFFFF), equals + (total >> 16)
+    if ties == 0:
+        chosen = scores >= bound
+        upto = tl.cumsum(chosen.to(tl.int32), axis=0)
+        slot = done + upto - 1
+        tl.store(target + slot, ids, mask=chosen & (slot < k))
+        done += tl.max(upto, axis=0)
+    else:
+        scores = tl.where(scores == scores, scores, float("-inf"))
+        above = scores > bound
+        equal = inside & (scores == bound)
+        # A stretch holds fewer than 2^15 keys, so that one sum carries both counts.
+        both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
+        upto = tl.cumsum(both, axis=0)
+        rank = equals + (upto >> 16)
+        slot = done + (upto & 0xFFFF) + tl.minimum(rank, ties) - tl.minimum(equals, ties) - 1
+        tl.store(target + slot, ids, mask=(above | (equal & (rank <= ties))) & (slot < k))
+        total = tl.sum(both, axis=0)
+        done += (total & 0xFFFF) + tl.minimum(equals + (total >> 16), ties) - tl.minimum(equals, ties)
+        equals += total >> 16
+    return done, equals
 
 
 @triton.jit

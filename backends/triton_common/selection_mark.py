@@ -34,9 +34,9 @@ def _lowest_bit(words):
 
 
 @triton.jit
-def _put(ids, images, slot, column, scores, mask):
+def _put(ids, values, slot, column, scores, mask):
     tl.store(ids + slot, column, mask=mask)
-    tl.store(images + slot, keys.image(scores), mask=mask)
+    tl.store(values + slot, scores, mask=mask)
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _mark_tile(
     counter,
     segments,
     ids,
-    images,
+    values,
     pitch: tl.int64,
     width,
     tiles,
@@ -111,10 +111,10 @@ def _mark_tile(
                 score1 = tl.load(base + column1, mask=second != 0, other=0.0)
                 score2 = tl.load(base + column2, mask=third != 0, other=0.0)
                 score3 = tl.load(base + column3, mask=fourth != 0, other=0.0)
-                _put(ids, images, slot, column0 - first, score0, words != 0)
-                _put(ids, images, slot + 1, column1 - first, score1, second != 0)
-                _put(ids, images, slot + 2, column2 - first, score2, third != 0)
-                _put(ids, images, slot + 3, column3 - first, score3, fourth != 0)
+                _put(ids, values, slot, column0 - first, score0, words != 0)
+                _put(ids, values, slot + 1, column1 - first, score1, second != 0)
+                _put(ids, values, slot + 2, column2 - first, score2, third != 0)
+                _put(ids, values, slot + 3, column3 - first, score3, fourth != 0)
                 slot += 4
                 words = fourth & (fourth - 1)
 
@@ -130,7 +130,7 @@ def _mark_tile(
         "bracket",
         "segments",
         "ids",
-        "images",
+        "values",
         "pitch",
         "width",
         "tiles",
@@ -147,7 +147,7 @@ def mark_candidates(
     bracket,  # uint32 [M, 4], not read
     segments,  # int32 [M, 2, tiles], written: place in the list and length of each tile's candidates
     ids,  # int32 [M, capacity], written: column less max(ks, 0)
-    images,  # uint32 [M, capacity], written
+    values,  # float32 [M, capacity], written: their scores
     pitch: tl.int64,
     width,
     tiles,
@@ -169,7 +169,7 @@ def mark_candidates(
         counter,
         segments,
         ids,
-        images,
+        values,
         pitch,
         width,
         tiles,
@@ -191,7 +191,7 @@ def mark_candidates(
         "bracket",
         "segments",
         "ids",
-        "images",
+        "values",
         "pitch",
         "width",
         "tiles",
@@ -209,7 +209,7 @@ def mark_again(
     bracket,  # uint32 [M, 4], not read
     segments,  # int32 [M, 2, tiles], written: place in the list and length of each tile's candidates
     ids,  # int32 [M, capacity], written: column less max(ks, 0)
-    images,  # uint32 [M, capacity], written
+    values,  # float32 [M, capacity], written: their scores
     pitch: tl.int64,
     width,
     tiles,
@@ -233,7 +233,7 @@ def mark_again(
             counter,
             segments,
             ids,
-            images,
+            values,
             pitch,
             width,
             tiles,

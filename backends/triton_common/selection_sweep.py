@@ -41,7 +41,7 @@ def _count(base, first, last, trial, CHUNK: tl.constexpr):
 
 @triton.jit
 def _cut(base, first, last, low, low_count, high, high_count, k, CHUNK: tl.constexpr):
-    """(T, ties): the k best are the keys above image T and the first ``ties`` of those equal to it.
+    """(T, ties): with ties 0 the k best are the keys that reach image T; else those above, and ``ties`` equal to it.
 
     ``low_count`` keys, at least k, reach the image ``low``; ``high_count``, fewer than k, reach ``high``.
     """
@@ -55,19 +55,22 @@ def _cut(base, first, last, low, low_count, high, high_count, k, CHUNK: tl.const
         high = tl.where(enough, high, largest + 1)
         high_count = tl.where(enough, high_count, count)
         turn += 1
-    exact = low_count == k
-    return tl.where(exact, low - 1, low), tl.where(exact, 0, k - high_count)
+    return low, tl.where((low_count == k) & (low > keys.NEGATIVE_INFINITY), 0, k - high_count)
 
 
 @triton.jit
 def _write(base, target, start, first, last, cut, ties, k, CHUNK: tl.constexpr):
-    """Write the ids of the keys above ``cut`` and of the first ``ties`` of those equal to it, ascending."""
-    aboves = tl.zeros((), tl.int32)
+    """Write the ids of the k best, ascending, as ``_cut`` tells them."""
+    bound = keys.score(cut)
+    done = tl.zeros((), tl.int32)
     equals = tl.zeros((), tl.int32)
     for begin in range(first // 32 * 32, last, CHUNK):
-        column, images = keys.load_images(base, begin, first, last, CHUNK)
-        if tl.max(((images > cut) | ((images == cut) & (equals < ties))).to(tl.int32), axis=0) > 0:
-            aboves, equals = keys.write_chosen(target, images, column - start, cut, ties, aboves, equals, k)
+        column = begin + tl.arange(0, CHUNK)
+        inside = (column >= first) & (column < last)
+        scores = tl.load(base + column, mask=inside, other=float("-inf"))
+        wanted = (scores > bound) | (inside & (equals < ties)) | ((scores >= bound) & (ties == 0))
+        if tl.max(wanted.to(tl.int32), axis=0) > 0:
+            done, equals = keys.write_chosen(target, scores, inside, column - start, bound, ties, done, equals, k)
 
 
 @triton.jit(
@@ -81,7 +84,7 @@ def _write(base, target, start, first, last, cut, ties, k, CHUNK: tl.constexpr):
         "bracket",
         "segments",
         "ids",
-        "images",
+        "scores",
         "out",
         "pitch",
         "out_pitch",
@@ -102,7 +105,7 @@ def finish_rows(
     bracket,  # uint32 [M, 4]: images around the k-th one, with the keys that reach each, from the first guess
     segments,  # int32 [M, 2, tiles]
     ids,  # int32 [M, CAPACITY]
-    images,  # uint32 [M, CAPACITY]
+    scores,  # float32 [M, CAPACITY]: those of the candidates
     out,  # int32 [M, k]
     pitch: tl.int64,
     out_pitch: tl.int64,
@@ -136,7 +139,7 @@ def finish_rows(
                 threshold,
                 segments,
                 ids,
-                images,
+                scores,
                 target,
                 tiles,
                 tile_keys,

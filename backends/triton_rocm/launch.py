@@ -81,4 +81,4 @@ def selection_choice(arch: str) -> SelectionChoice:
     Args:
         arch: "gfx942", "gfx950", ...
     """
-    return SelectionChoice()
+    return SelectionChoice(short_parts_per_warp=2, finish_warps=8)
