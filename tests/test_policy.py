@@ -17,7 +17,7 @@ from portable_indexer.device import device_of
 from portable_indexer.policy import ShardPolicy
 from portable_indexer.sharding import balanced_prefill_row_shard
 from portable_indexer.tuning import Costs, Exchange, packaged
-from portable_indexer.tuning.costs import CHUNK_BYTES, chunks_of, largest_shard, width_of
+from portable_indexer.tuning.costs import CHUNK_BYTES, chunks_of, largest_shard, register_columns, width_of
 
 DEVICES = ("h200", "h100", "mi325x", "mi300x", "mi355x")
 EASY = Costs(
@@ -47,7 +47,7 @@ def causal(rows: int, context: int) -> int:
 def test_times_follow_from_the_costs() -> None:
     rows, pairs = 4096, causal(4096, 65536)
     times = ShardPolicy(costs=EASY, imbalance=0.0).estimate(rows=rows, pairs=pairs, tp_size=4)
-    per_pair = 1e-12 + 2 * 64 * 128 / 1e15 + 2e-12  # rows of more than 8,192 columns
+    per_pair = 1e-12 + 2 * 64 * 128 / 1e15 + 2e-12  # rows of more than 16,384 columns
     exchange = 50e-6 + rows * 2048 * 4 * 0.75 / 2e11
     # 2,048 rows of 65,536 columns fill 512 MiB: two chunks of rows, one of a rank's own.
     assert times.replicated_s == pytest.approx(2 * 20e-6 + pairs * per_pair)
@@ -55,16 +55,21 @@ def test_times_follow_from_the_costs() -> None:
     assert times.sharded_s == pytest.approx(20e-6 + pairs / 4 * per_pair + exchange)
 
 
-def test_short_rows_cost_their_padded_columns() -> None:
+def test_rows_chosen_in_registers_cost_the_columns_that_they_take() -> None:
     costs = replace(EASY, select_short_s=7e-12, select_long_s=3e-5, select_row_s=1e-9)
-    assert costs.select_s(100, 100 * 3_000, 5_000) == pytest.approx(10e-6 + 100 * 8_192 * 7e-12)
-    assert costs.select_s(100, 100 * 9_000, 8_193) == pytest.approx(40e-6 + 100 * 1e-9 + 900_000 * 2e-12)
-    rows, keys = 384, 6_000
-    whole = ShardPolicy(costs=costs, imbalance=0.0).estimate(rows=rows, pairs=causal(rows, keys), tp_size=4)
-    own = largest_shard(rows, causal(rows, keys), 4)
-    part = costs.score_s(own, causal(rows, keys) / 4, 64, 128) + costs.select_s(own, 0, keys)
-    # A rank's rows are as wide as the whole step's: all keys are there.
-    assert whole.sharded_s == pytest.approx(part + (whole.exchange_s or 0.0))
+    assert costs.select_s(100, 100 * 5_000, 5_000, 2048) == pytest.approx(10e-6 + 100 * 8_192 * 7e-12)
+    # Lengths up to 6,000: those above 2,048 take 4,096 columns, and those above that as many more.
+    columns = 4_096 * (6_000 - 2_048) / 6_000 + 4_096 * (6_000 - 4_096) / 6_000
+    assert costs.select_s(100, 100 * 3_000, 8_000, 2048) == pytest.approx(10e-6 + 100 * columns * 7e-12)
+    assert register_columns(4096, causal(4096, 4096), 4096, 2048) == pytest.approx(2048 * 4096, rel=1e-3)
+    assert register_columns(4096, causal(4096, 4096), 4096, 0) == pytest.approx(2048 * (2048 + 4096), rel=1e-3)
+    assert register_columns(7, 7 * 100, 100, 512) == 0 == register_columns(0, 0, 0, 512)
+    # Rows of up to 8,192 keys in a wider step are chosen in registers, too.
+    columns = 4_096 * (16_384 - 1) / 16_384 + 4_096 * (16_384 - 4_096) / 16_384
+    assert costs.select_s(1, 8_192, 40_000, 1) == pytest.approx(40e-6 + columns * 7e-12)
+    long = 40e-6 + 100 * 1e-9 + 900_000 * 2e-12
+    assert costs.select_s(100, 100 * 9_000, 16_385) == pytest.approx(long)
+    assert replace(costs, select_id_s=1e-12).select_s(100, 900_000, 16_385, 512) == pytest.approx(long + 51_200e-12)
 
 
 def test_chunks_are_those_that_index_topk_cuts() -> None:
@@ -95,14 +100,14 @@ def test_the_largest_of_many_short_requests_has_an_even_share_or_more() -> None:
 
 
 def test_pools_share_columns_and_fewer_ids_cost_less() -> None:
-    """Keys of four tokens: the last of 8,192 rows of 65,536 tokens sees 16,384, and k is 512."""
-    rows, context = 8192, 65_536
+    """Keys of four tokens: the last of 8,192 rows of 131,072 tokens sees 32,768, and k is 512."""
+    rows, context = 8192, 131_072
     pairs = sum(position // 4 for position in range(context - rows + 1, context + 1))
     assert width_of(rows, pairs, 4) == pytest.approx(context / 4, abs=1)
     costs = replace(EASY, select_long_s=3e-5, select_id_s=1e-12)
     whole = ShardPolicy(costs=costs, compress_ratio=4, topk=512).estimate(rows=rows, pairs=pairs, tp_size=1)
     per_pair = 1e-12 + 2 * 64 * 128 / 1e15 + 2e-12
-    assert whole.replicated_s == pytest.approx(50e-6 + rows * 512 * 1e-12 + pairs * per_pair)
+    assert whole.replicated_s == pytest.approx(2 * 50e-6 + rows * 512 * 1e-12 + pairs * per_pair)
     told = ShardPolicy(costs=costs).estimate(rows=rows, pairs=pairs, tp_size=1, topk=512, compress_ratio=4)
     assert told == whole
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 ID_BYTES = 4
 LOGIT_BYTES = 4
-SHORT_COLUMNS = 8_192
+# Rows of up to so many columns are chosen in registers, and so are rows of up to half as many keys in wider steps.
+SHORT_COLUMNS = 16_384
 # What `index_topk` lets the logits of one chunk of rows take, unless PORTABLE_INDEXER_LOGITS_MB says otherwise.
 CHUNK_BYTES = 512 << 20
 # Columns of logits are allocated by so many.
@@ -36,9 +37,32 @@ def largest_shard(rows: float, pairs: float, ranks: int, compress_ratio: int = 1
     return min(max(first, rows / ranks), rows)
 
 
-def padded(columns: float) -> int:
-    """The power of two that a row of so many columns is padded to."""
-    return 1 << max(math.ceil(columns) - 1, 0).bit_length()
+def chosen_in_registers(rows: float, pairs: float, width: float) -> bool:
+    """Whether a step's rows are chosen in registers, each alone."""
+    return width <= SHORT_COLUMNS or pairs <= rows * (SHORT_COLUMNS / 2)
+
+
+def register_columns(rows: float, pairs: float, width: float, topk: int) -> float:
+    """Columns, summed over rows, that programs hold which choose rows in registers.
+
+    A program holds the step's columns, rounded up to a power of two, or in wider steps 8,192, and more where k or the
+    width is large, which is not counted here. A row of up to `topk` keys takes none of it, one of up to half of it that
+    half, and a longer one the whole. Rows' lengths are taken to spread evenly, up to `width` where their mean allows.
+    """
+    if not rows:
+        return 0.0
+    block = 1 << max(math.ceil(width) - 1, 0).bit_length() if width <= SHORT_COLUMNS else SHORT_COLUMNS // 2
+    mean = pairs / rows
+    least = max(2 * mean - width, 0.0)
+    most = 2 * mean - least
+
+    def longer_than(keys: float) -> float:
+        if most <= least:
+            return rows if most > keys else 0.0
+        return rows * min(max((most - keys) / (most - least), 0.0), 1.0)
+
+    whole = longer_than(max(block / 2, topk))
+    return block / 2 * (longer_than(topk) - whole) + block * whole
 
 
 def chunks_of(rows: float, columns: float, chunk_bytes: int = CHUNK_BYTES) -> int:
@@ -70,9 +94,9 @@ class Costs:
 
     A step is scored and chosen in chunks of rows (see `chunks_of`), each of which starts anew.
     Scoring: `chunks * score_start_s + rows * score_row_s + pairs * (score_pair_s + 2 * H * D / score_flops)`.
-    Selection: `chunks * select_start_s + rows * k * select_id_s`, and from rows of up to 8,192 columns
-    `rows * columns * select_short_s`, the columns rounded up to a power of two; from longer rows
-    `chunks * select_long_s + rows * select_row_s + pairs * select_pair_s`.
+    Selection: `chunks * select_start_s`, in steps of more than 16,384 columns `chunks * select_long_s` more; for rows
+    chosen in registers (see `register_columns`) `columns * select_short_s`, for others
+    `rows * (select_row_s + k * select_id_s) + pairs * select_pair_s`.
 
     `exchange` holds one entry for each number of ranks that is known; other numbers have no predicted time.
     """
@@ -97,10 +121,13 @@ class Costs:
 
     def select_s(self, rows: float, pairs: float, width: float, topk: int = 0, chunks: int = 1) -> float:
         """Seconds to choose the `topk` best in each of `rows` rows of `width` columns that hold `pairs` scores."""
-        start = chunks * self.select_start_s + rows * topk * self.select_id_s
-        if width <= SHORT_COLUMNS:
-            return start + rows * padded(width) * self.select_short_s
-        return start + chunks * self.select_long_s + rows * self.select_row_s + pairs * self.select_pair_s
+        start = chunks * self.select_start_s
+        if width > SHORT_COLUMNS:
+            start += chunks * self.select_long_s
+        if chosen_in_registers(rows, pairs, width):
+            return start + register_columns(rows, pairs, width, topk) * self.select_short_s
+        each = self.select_row_s + topk * self.select_id_s
+        return start + rows * each + pairs * self.select_pair_s
 
     def exchange_s(self, rows: int, width: int, ranks: int) -> float | None:
         """Seconds for `ranks` ranks to collect `rows` x `width` int32 ids; None where that is not known."""

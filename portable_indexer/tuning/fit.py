@@ -8,7 +8,14 @@ from itertools import combinations
 from statistics import median
 from typing import Literal
 
-from portable_indexer.tuning.costs import SHORT_COLUMNS, Costs, chunks_of, padded, width_of
+from portable_indexer.tuning.costs import (
+    SHORT_COLUMNS,
+    Costs,
+    chosen_in_registers,
+    chunks_of,
+    register_columns,
+    width_of,
+)
 
 # Columns in the order of Costs: start, row, pair, flop of scoring; start, short, long, row, pair, id of selection.
 _SCORE, _SELECT = 4, 6
@@ -55,9 +62,11 @@ class Sample:
     def _features(self) -> list[float]:
         chunks, ids = float(self.chunks), float(self.rows * self.topk)
         flops = 2.0 * self.num_heads * self.head_dim * self.pairs
-        short = [chunks, self.rows * padded(self.width), 0.0, 0.0, 0.0, ids]
-        long = [chunks, 0.0, chunks, self.rows, self.pairs, ids]
-        select = short if self.width <= SHORT_COLUMNS else long
+        columns = register_columns(self.rows, self.pairs, self.width, self.topk)
+        wide = chunks if self.width > SHORT_COLUMNS else 0.0
+        short = [chunks, columns, wide, 0.0, 0.0, 0.0]
+        long = [chunks, 0.0, wide, self.rows, self.pairs, ids]
+        select = short if chosen_in_registers(self.rows, self.pairs, self.width) else long
         score = [chunks, self.rows, self.pairs, flops]
         row = (score if self.kind != "select" else [0.0] * _SCORE) + (
             select if self.kind != "score" else [0.0] * _SELECT
