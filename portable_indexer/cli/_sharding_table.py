@@ -11,9 +11,9 @@ _TITLES = (
     "sharded", "model", "speed-up",
 )  # fmt: skip
 LEGEND = (
-    "Milliseconds, medians. *model*: what the policy predicts for the column before it, and its error. *balance*: mean",
-    "over the shards of their compute, as a share of the slowest one's. *est.*: not measured for want of GPUs; the",
-    "slowest shard's measured compute plus the exchange as the tuning file has it.",
+    "Milliseconds of the device, medians; the host is ahead. *model*: what the policy predicts for the column before",
+    "it, and its error. *balance*: mean over the shards of their compute, as a share of the slowest one's. *est.*: not",
+    "measured for want of GPUs; the slowest shard's measured compute plus the exchange as the tuning file has it.",
 )
 
 
