@@ -94,6 +94,16 @@ def test_the_policy_decides_with_the_models_shape(world: fake_vllm.World, monkey
     assert seen == [(32, 128, 1024, None, 8050, pairs, 4)] * 2
 
 
+def test_the_policy_hears_how_many_tokens_share_a_key(world: fake_vllm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(ShardPolicy, "decide", lambda policy, **step: bool(seen.append(policy.compress_ratio)))
+    gate, shard = planned(world)
+    assert gate(config(), 1, False, 4)
+    for ratio in (4, 1, 4):
+        assert shard(SEQS, QUERIES, ratio, 4) is None
+    assert seen == [4, 1, 4]
+
+
 @pytest.mark.parametrize(("least", "sharded"), [(8050, True), (8051, False)])
 def test_the_users_threshold_counts_only_where_it_was_set(world: fake_vllm.World, least: int, sharded: bool) -> None:
     gate, shard = planned(world)

@@ -82,9 +82,12 @@ class Planner:
                 seq_lens_cpu, query_lens_cpu, compress_ratio, tp_size, *min_rows, **more
             )
         policy = self._policy
-        if self._least is not None:
-            policy = dataclasses.replace(policy, min_rows=self._least, environment=False)
+        changes: dict[str, Any] = {} if self._least is None else {"min_rows": self._least}
+        if compress_ratio != policy.compress_ratio:
+            changes["compress_ratio"] = compress_ratio
         try:
+            if changes:
+                policy = dataclasses.replace(policy, **changes, environment=False)
             sizes = balanced_prefill_row_shard(seq_lens_cpu, query_lens_cpu, compress_ratio, tp_size, policy=policy)
         except (TypeError, ValueError) as error:  # The same lengths on all ranks, so they all come here.
             _refuse(f"{type(error).__name__}: {error}")
