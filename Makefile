@@ -49,7 +49,7 @@ vllm-test: ## the plugin in real vLLM 0.33 and 0.32 on the CPU (makes .venv-vllm
 	PYTHON="$(PYTHON)" bash ci/vllm/run.sh $(VLLM_VERSIONS)
 
 wheel: $(VENV)/.ready ## build a wheel and check what it holds
-	rm -rf dist && $(BIN)/python -m build --wheel --no-isolation -o dist . && $(BIN)/python ci/check_wheel.py dist/*.whl
+	rm -rf build dist && $(BIN)/python -m build --wheel --no-isolation -o dist . && $(BIN)/python ci/check_wheel.py dist/*.whl
 
 clean: ## remove what make made
 	rm -rf $(VENV) .venv-* build dist *.egg-info

@@ -7,6 +7,7 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("reference", "triton_common", "triton_cuda", "triton_rocm")
 
 
@@ -28,6 +29,9 @@ def faults(wheel: Path) -> list[str]:
         found.append("lacks py.typed")
     if not any(name.startswith("portable_indexer/tuning/") and name.endswith(".json") for name in names):
         found.append("lacks the tuning data")
+    stale = [name for name in names if name.endswith(".py") and not (ROOT / name).is_file()]
+    if stale:
+        found.append(f"holds files that the source has not: {stale}")
     if any(name.startswith(("portable_indexer/tests/", "tests/")) for name in names):
         found.append("holds tests")
     if not any(name.startswith(info) and name.endswith("LICENSE") for name in names):

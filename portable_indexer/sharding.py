@@ -83,6 +83,8 @@ class PrefillRowShard:
     rank: int
 
     def __post_init__(self) -> None:
+        if self.sizes is None:
+            raise TypeError("sizes is None: such a step is not sharded, so pass shard=None instead")
         sizes = tuple(check_integer(f"sizes[{i}]", size) for i, size in enumerate(self.sizes))
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "num_decode_tokens", check_integer("num_decode_tokens", self.num_decode_tokens))

@@ -209,7 +209,7 @@ def test_gpus_of_different_kinds_are_told() -> None:
 def test_a_machine_without_numbers_shards_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--no-self-test"]) == 0
     text = capsys.readouterr().out
-    assert "no step is sharded here by itself" in text and "for tests, not for serving" in text
+    assert "auto shards no step here" in text and "for tests, not for serving" in text
 
 
 def test_what_detection_warns_about_is_reported_and_not_printed_twice(
@@ -268,11 +268,24 @@ def test_a_backend_that_computes_wrongly_is_not_ready(
     finding(report, "1 of 32 rows" if outcome == "wrong" else "the compiler gave up")
 
 
-def test_a_wrong_variable_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PORTABLE_INDEXER_SHARD", "maybe")
+@pytest.mark.parametrize("name", ["SHARD", "EXCHANGE", "LOGITS_MB"])
+def test_a_wrong_variable_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(f"PORTABLE_INDEXER_{name}", "maybe")
     code, report = doctor(capsys, "--no-self-test")
-    assert code == 1 and "PORTABLE_INDEXER_SHARD" in finding(report, "maybe")["what"]
-    assert report["environment"]["PORTABLE_INDEXER_SHARD"] == "maybe"
+    assert code == 1 and f"PORTABLE_INDEXER_{name}" in finding(report, "maybe")["what"]
+    assert report["environment"][f"PORTABLE_INDEXER_{name}"] == "maybe"
+
+
+def test_a_reader_that_closes_early_gets_no_traceback() -> None:
+    code = "import sys; from portable_indexer.cli import main; sys.exit(main(['doctor', '--no-self-test']))"
+    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert writer.stdout is not None and writer.stderr is not None
+    writer.stdout.close()
+    assert "BrokenPipe" not in writer.stderr.read()
+    assert writer.wait(timeout=120) == 1
+    writer.stderr.close()
 
 
 def test_a_missing_torch_is_an_error_not_a_traceback(tmp_path: Path) -> None:

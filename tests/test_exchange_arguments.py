@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, succeeded
 
-from portable_indexer.exchange import all_gatherv
+from portable_indexer.exchange import all_gatherv, records
 from portable_indexer.workspace import Workspace
 
 # Torch 2.13 renamed it.
@@ -128,3 +128,9 @@ def test_environment_chooses_the_algorithm(choice: str, calls: list[str]) -> Non
     env = {"PORTABLE_INDEXER_EXCHANGE": choice, "PORTABLE_INDEXER_TUNING": "/no/such/file"}
     answers = succeeded(run_ranks(environment_choice, 2, env=env))
     assert [answer.value for answer in answers] == [calls, calls]
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("", False), ("0", False), ("off", False), ("No", False), ("1", True)])
+def test_what_switches_the_check_on(monkeypatch: pytest.MonkeyPatch, text: str, wanted: bool) -> None:
+    monkeypatch.setenv("PORTABLE_INDEXER_CHECK", text)
+    assert records.checking() is wanted

@@ -75,8 +75,9 @@ def test_check_wheel_sees_faults(wheel: Path, tmp_path: Path) -> None:
                 data = data.replace(b"\nRequires-Python", b"\nRequires-Dist: torch>=2.10\nRequires-Python")
             target.writestr(name, data)
         target.writestr("_amd/__init__.py", "")
+        target.writestr("portable_indexer/stale.py", "")
     found = "\n".join(load(ROOT / "ci" / "check_wheel.py").faults(bad))
-    assert "triton_rocm" in found and "requires torch" in found and "_amd" in found
+    assert "triton_rocm" in found and "requires torch" in found and "_amd" in found and "stale.py" in found
 
 
 def test_install_asks_for_nothing(metadata: Message) -> None:  # K01, K03, K06, K08, K10

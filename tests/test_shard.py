@@ -94,6 +94,7 @@ def test_narrow_gives_views() -> None:
         ((0, (1, 2), 2), ValueError, r"rank must be in \[0, 2\).*got 2"),
         ((0, (), 0), ValueError, r"rank must be in \[0, 0\)"),
         ((0, (1, 2), True), TypeError, "rank must be an integer, got bool"),
+        ((0, None, 0), TypeError, "pass shard=None instead"),
     ],
 )
 def test_bad_shard(arguments: tuple[object, ...], error: type[Exception], message: str) -> None:

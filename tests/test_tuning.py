@@ -383,3 +383,11 @@ def test_tune_says_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "was not written" in capsys.readouterr().err
     assert main([*quick, "4x32,8x64", "--dry-run"]) == 0
     assert "nothing was written" in capsys.readouterr().out
+
+
+def test_a_named_file_that_is_not_there_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(store.ENVIRONMENT, str(tmp_path / "none.json"))
+    assert tuning.tuning_for(device_of("h200")).origin == "packaged h200.json"
+    assert "none.json" in caplog.text and store.ENVIRONMENT in caplog.text

@@ -3,7 +3,7 @@
 from portable_indexer.backends.triton_common.backend import TritonBackend
 from portable_indexer.backends.triton_rocm import launch
 
-_MISCOMPILES = "Triton 3.7 is reported to miscompile pipelined loops on gfx950; use 3.6, 3.8 or 3.9"
+_MISCOMPILES = "Triton 3.7 is reported to miscompile pipelined loops on gfx950; use 3.6 or 3.9"
 
 
 class TritonRocm(TritonBackend):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -31,6 +32,13 @@ def _overview() -> argparse.ArgumentParser:
     return parser
 
 
+def _lacking(command: str, error: ModuleNotFoundError) -> int:
+    if error.name is None or error.name.partition(".")[0] == "portable_indexer":
+        raise error
+    print(f"portable-indexer {command}: needs {error.name}, which this Python does not have", file=sys.stderr)
+    return 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; the exit code is 0 only when what was asked for held."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -39,14 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = import_module(f"portable_indexer.cli.{name}")
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "portable_indexer":
-            raise
-        print(f"portable-indexer {name}: needs {error.name}, which this Python does not have", file=sys.stderr)
-        return 1
+        return _lacking(name, error)
     parser = argparse.ArgumentParser(prog=f"portable-indexer {name}", description=COMMANDS[name])
     command.add_arguments(parser)
     try:
-        return int(command.run(parser.parse_args(arguments[1:])))
+        code = int(command.run(parser.parse_args(arguments[1:])))
+        sys.stdout.flush()
+        return code
+    except ModuleNotFoundError as error:
+        return _lacking(name, error)
+    except BrokenPipeError:
+        # Who reads has closed, `head` for one; what is left in the buffer must not raise at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

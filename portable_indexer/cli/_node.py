@@ -17,7 +17,7 @@ from portable_indexer._version import __version__
 
 VENDORS = {0x1002: "amd", 0x10DE: "nvidia"}
 DEV = Path("/dev")
-TRITON_TESTED = ((3, 6), (3, 8), (3, 9))
+TRITON_TESTED = ((3, 6), (3, 9))
 _PACKAGES = ("torch", "triton", "amdsmi", "nvidia-ml-py", "numpy", "vllm")
 # Several distributions can hold these, so what counts is what the import says of itself.
 _IMPORTED = ("torch", "triton")
@@ -111,7 +111,7 @@ def package_findings(torch_runtime: str | None, hip: bool, arch: str) -> list[Fi
     triton = seen["triton"]
     if triton is not None and not arch.startswith("cpu"):
         if arch == "gfx950" and numbers(triton)[:3] == (3, 7, 0):
-            found.append(Finding("error", "Triton 3.7.0 miscompiles for gfx950", "install Triton 3.6, 3.8 or 3.9"))
+            found.append(Finding("error", "Triton 3.7.0 miscompiles for gfx950", "install Triton 3.6 or 3.9"))
         elif numbers(triton)[:2] not in TRITON_TESTED:
             tested = ", ".join(".".join(map(str, version)) for version in TRITON_TESTED)
             found.append(Finding("warning", f"Triton {triton} is not one of those tested ({tested})"))

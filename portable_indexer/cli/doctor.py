@@ -107,12 +107,16 @@ def _backends(device: Any) -> tuple[dict[str, str | None], str | None, list[Find
 
 def _policy(device: Any) -> tuple[dict[str, Any], list[Finding]]:
     """Where the tuning numbers come from, and from how many rows on steps are sharded."""
+    from portable_indexer.exchange.gather import chosen_algorithm
     from portable_indexer.policy import ShardPolicy
     from portable_indexer.tuning import tuning_for
+    from portable_indexer.workspace import logits_budget
 
     tuning = tuning_for(device)
     try:
         policy = ShardPolicy(costs=tuning.costs)
+        algorithm = chosen_algorithm(None)
+        logits_budget()
     except ValueError as error:
         return {"tuning": tuning.origin}, [Finding("error", str(error), "unset the variable or mend its value")]
     rows = {
@@ -123,7 +127,7 @@ def _policy(device: Any) -> tuple[dict[str, Any], list[Finding]]:
         "tuning": tuning.origin,
         "sources": sorted(set(tuning.sources.values())),
         "mode": policy.mode,
-        "exchange_algorithm": tuning.exchange_algorithm,
+        "exchange_algorithm": algorithm,
         "shards_from_rows": rows,
         "fingerprint": policy.fingerprint(),
     }, []
@@ -230,7 +234,7 @@ def _print(report: dict[str, Any]) -> None:
 def _print_rows(ranks: dict[int, dict[str, int | None]]) -> None:
     """From how many prefill rows of a step on it is sharded."""
     if ranks and not any(value for rows in ranks.values() for value in rows.values()):
-        print("           no step is sharded here by itself")
+        print("           auto shards no step here")
         return
     for tp, rows in ranks.items():
         cells = [f"{value:,} ({name})" if value else f"never ({name})" for name, value in rows.items()]

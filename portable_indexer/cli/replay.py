@@ -116,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
         steps, requests = steps_of(args)
         if args.plot is not None:
             _plotting()
+    except ModuleNotFoundError:
+        raise  # told apart by the command
     except (OSError, ValueError, ImportError) as error:
         print(f"portable-indexer replay: {error}", file=sys.stderr)
         return 2

@@ -29,8 +29,8 @@ class ExchangeError(RuntimeError):
 
 
 def checking() -> bool:
-    """Whether PORTABLE_INDEXER_CHECK is set."""
-    return os.environ.get("PORTABLE_INDEXER_CHECK", "").strip() not in ("", "0")
+    """Whether PORTABLE_INDEXER_CHECK is set, and to something else than 0, no, off or false."""
+    return os.environ.get("PORTABLE_INDEXER_CHECK", "").strip().lower() not in ("", "0", "no", "off", "false")
 
 
 def report_failure(group: ProcessGroup | None, error: BaseException) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -16,7 +17,7 @@ from typing import Any
 
 from portable_indexer.device import Device
 from portable_indexer.tuning.costs import Costs, Exchange
-from portable_indexer.tuning.store import TuningError, check, read, user_file
+from portable_indexer.tuning.store import ENVIRONMENT, TuningError, check, read, user_file
 
 __all__ = ["Costs", "Exchange", "Tuning", "TuningError", "packaged", "tuning_for"]
 
@@ -82,6 +83,8 @@ def _packaged(name: str) -> Tuning | None:
 def _user_tuning(device: Device) -> Tuning | None:
     path = user_file(device.product or device.arch)
     if path is None or not path.is_file():
+        if os.environ.get(ENVIRONMENT, "").strip():
+            _warn_once(f"{ENVIRONMENT}: no file {path}; the package's own numbers are used")
         return None
     try:
         content = check(read(path.read_text(encoding="utf-8"), str(path)), str(path))
