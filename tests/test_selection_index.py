@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
 import problems
@@ -139,3 +140,21 @@ def _triton_modules(device: torch.device, run: bool = True):
     if run and not runtime.runs_on(device.type):
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1: Triton runs no kernels on CPU tensors in this process")
     return selection, selection_index
+
+
+@pytest.mark.parametrize("topk", [1, 100, 512, 1000, 2048, 4096])
+def test_warmup_knows_the_kernels_of_every_width(topk: int) -> None:
+    """Widths just above a power of two, at the edges of 32 keys, and any between."""
+    selection = pytest.importorskip("portable_indexer.backends.triton_common.selection", reason="no Triton")
+    choice = selection.SelectionChoice()
+
+    def kernels(plan) -> set[object]:
+        if plan.short:
+            return {selection.short_kernel(plan)}
+        return {kernel for unit in (1, 4) for kernel in selection.long_kernels(plan, unit)}
+
+    warmed = set().union(*map(kernels, selection.plans(choice, topk)))
+    for power in range(25):
+        edges = {(1 << power) + more for more in (0, 1, 15, 16, 31, 33)}
+        for width in edges | {random.randrange(1 << power, 2 << power) for _ in range(40)}:
+            assert kernels(selection.Plan(choice, width, topk)) <= warmed, width

@@ -10,7 +10,7 @@ decision is taken on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -77,12 +77,12 @@ class Plan:
     @cached_property
     def sample(self) -> int:
         """Keys of the sample: a sixteenth of the longest row, within what a program can hold."""
-        return max(4096, min(_power_of_two(self.width // 16), self.choice.most_sample << (self.width > 1 << 21)))
+        return max(4096, min(_power_of_two(self.width) // 16, self.choice.most_sample << (self.width > 1 << 21)))
 
     @cached_property
     def capacity(self) -> int:
         """Candidates that a row's list holds: what a guess aims at and 4.3 deviations more, as the sample is small."""
-        part = min(self.sample / self.width, 1.0)
+        part = min(self.sample / _power_of_two(self.width), 1.0)
         root = (4.3 + math.sqrt(4.3**2 + 4 * self.topk * part)) / 2
         wanted = min(_power_of_two(int((root * root + 4.3 * root) / part)), 16384)
         return max(wanted, 2 * _power_of_two(self.topk), 1024)
@@ -278,27 +278,30 @@ def top_k_per_row(
         select_rows(logits[part], ks[part], ke[part], topk, out[part], choice, scratch)
 
 
+def plans(choice: SelectionChoice, topk: int) -> Iterator[Plan]:
+    """Plans that reach all kernels for rows of up to 2^26 keys: one serves all widths up to its power of two."""
+    return (plan_for(choice, 1 << power, topk) for power in range(10, 27))
+
+
 def warmup_selection(device: torch.device, topk: int, choice: SelectionChoice) -> int:
     """Compile, and load on a GPU, every variant that rows of up to 2^26 keys can reach; returns how many."""
     if interpreting():
         return 0
     f, i, u = (torch.empty(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32, torch.uint32))
     compiled: set[KeptKernel] = set()
-    for power in range(10, 27):
-        for width in (1 << power, 3 << (power - 1)):
-            plan = Plan(choice, width, topk)
-            for unit in (1, 4):
-                if plan.short:
-                    kernel = short_kernel(plan)
-                    kernel.prepare(device, f, i, i, i, 1, 1, 1, 1)
-                    compiled.add(kernel)
-                    continue
-                kernels = long_kernels(plan, unit)
-                state, candidates = (f, i, i, f, i, i, u), (i, i, f)
-                kernels[0].prepare(device, *state, 1, 1, 1, 1)
-                kernels[1].prepare(device, *state, *candidates, 1, 1, 1, 1)
-                kernels[2].prepare(device, *state, *candidates, i, 1, 1, 1, 1, 1, 1)
-                kernels[3].prepare(device, *state, *candidates, 1, 1, 1, 1, 1)
-                kernels[4].prepare(device, *state, *candidates, i, 1, 1, 1, 1, 1, 1, 1)
-                compiled.update(kernels)
+    for plan in plans(choice, topk):
+        if plan.short:
+            kernel = short_kernel(plan)
+            kernel.prepare(device, f, i, i, i, 1, 1, 1, 1)
+            compiled.add(kernel)
+            continue
+        for unit in (1, 4):
+            kernels = long_kernels(plan, unit)
+            state, candidates = (f, i, i, f, i, i, u), (i, i, f)
+            kernels[0].prepare(device, *state, 1, 1, 1, 1)
+            kernels[1].prepare(device, *state, *candidates, 1, 1, 1, 1)
+            kernels[2].prepare(device, *state, *candidates, i, 1, 1, 1, 1, 1, 1)
+            kernels[3].prepare(device, *state, *candidates, 1, 1, 1, 1, 1)
+            kernels[4].prepare(device, *state, *candidates, i, 1, 1, 1, 1, 1, 1, 1)
+            compiled.update(kernels)
     return len(compiled)
