@@ -41,6 +41,11 @@ def variant(row: dict[str, Any]) -> str:
     return f"{row['kernel']} {row['choice']} [{row['types']}]"
 
 
+def compiled_for(row: dict[str, Any]) -> str:
+    """Architecture and Triton's version, as the audit names them: "gfx942 3.9"."""
+    return f"{row['arch']} {'.'.join(row['triton'].split('.')[:2])}"
+
+
 def unaligned(row: dict[str, Any]) -> bool:
     """Whether the variant serves odd offsets and strides, with narrow loads."""
     return "ALIGNED=False" in row["choice"] or "UNIT=1" in row["choice"]
@@ -57,11 +62,11 @@ def shown(row: dict[str, Any]) -> bool:
 
 def judge(row: dict[str, Any], limits: dict[str, Any], recorded: dict[str, Any]) -> Iterator[str]:
     """What is wrong with one compiled kernel: each line names it and both numbers."""
-    arch, version = row["arch"], ".".join(row["triton"].split(".")[:2])
+    arch, version = compiled_for(row).split()
     place = f"{arch}, Triton {version}, {variant(row)}"
     rules: dict[str, Any] = {}
     for kernel in ("*", row["kernel"]):
-        for where in ("*", arch, f"{arch} {version}"):
+        for where in ("*", arch, compiled_for(row)):
             rules.update(limits.get(kernel, {}).get(where, {}))
     if unaligned(row):
         rules.update(rules.get("unaligned", {}))
@@ -80,7 +85,7 @@ def judge(row: dict[str, Any], limits: dict[str, Any], recorded: dict[str, Any])
     for argument in row.get("whole_buffer", []):
         if argument in rules.get("beyond_2gib", []):
             yield f"{place}: {argument} may exceed 2 GiB and is addressed whole with 32-bit offsets"
-    before = recorded.get(f"{arch} {version}", {}).get(variant(row))
+    before = recorded.get(compiled_for(row), {}).get(variant(row))
     for name in RECORDED if before else ():
         if row.get(name) is not None and before.get(name) is not None and row[name] > before[name]:
             yield f"{place}: {name} {row[name]}, recorded {before[name]}"
@@ -181,9 +186,9 @@ def record(audit: dict[str, Any], rows: list[dict[str, Any]], whole: bool) -> No
     """Replace the recorded counts of what was compiled; ``whole``: what the targets have no more goes, too."""
     if whole:
         for row in rows:
-            audit["recorded"].pop(f"{row['arch']} {'.'.join(row['triton'].split('.')[:2])}", None)
+            audit["recorded"].pop(compiled_for(row), None)
     for row in rows:
-        place = f"{row['arch']} {'.'.join(row['triton'].split('.')[:2])}"
+        place = compiled_for(row)
         counts = {name: row[name] for name in RECORDED if row.get(name) is not None}
         audit["recorded"].setdefault(place, {})[variant(row)] = counts
     for place, variants in audit["recorded"].items():
