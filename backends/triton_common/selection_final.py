@@ -149,8 +149,7 @@ def choose_candidates(
     total = tl.load(counter + row)
     limit = tl.load(threshold + row)
     if length <= k:
-        slot = tl.arange(0, CAPACITY)
-        tl.store(target + slot, tl.where(slot < length, slot + (first - start), -1), mask=slot < k)
+        keys.write_all(target, length, first - start, k, CAPACITY)
     elif limit != limit:
         row_keys = logits + row * pitch * UNIT + first
         choose_row(row_keys, target, length, first - start, k, SHORT, PARTS, SHORT_PIECE, SHORT_SAMPLE)

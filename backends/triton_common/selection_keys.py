@@ -87,6 +87,13 @@ def kth(images, lowest, reached, least, most):
 
 
 @triton.jit
+def write_all(target, length, offset, k, SLOTS: tl.constexpr):
+    """Write the ids of a row of ``length`` keys, at most k: all of them from ``offset`` on, then -1 up to slot k."""
+    slot = tl.arange(0, SLOTS)
+    tl.store(target + slot, tl.where(slot < length, slot + offset, -1), mask=slot < k)
+
+
+@triton.jit
 def write_chosen(target, scores, inside, ids, bound, ties, done, equals, k):
     """Write the ids of one stretch of a row, in order: with ties 0 of the keys that reach ``bound``, else of those
     above it and of ``ties`` in all equal to it.

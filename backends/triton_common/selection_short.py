@@ -123,7 +123,6 @@ def select_short(
     row_keys = logits + row * pitch + first
     target = out + row * out_pitch
     if length <= k:
-        slot = tl.arange(0, SLOTS)
-        tl.store(target + slot, tl.where(slot < length, slot + (first - start), -1), mask=slot < k)
+        keys.write_all(target, length, first - start, k, SLOTS)
     else:
         choose_row(row_keys, target, length, first - start, k, BLOCK, PARTS, PIECE, SAMPLE)
